@@ -144,7 +144,7 @@ async def _seats(engine: Any) -> AsyncIterator[tuple[str, list[str]]]:
     from ramify import RLM, Limits
     from ramify.engine.external_conversations import RunModelClient
     from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServer
-    from ramify.tasks.base import TaskStart
+    from ramify.tasks.base import RolloutInitialState
 
     keys: list[str] = []
     is_over, all_there = asyncio.Event(), asyncio.Event()
@@ -160,7 +160,8 @@ async def _seats(engine: Any) -> AsyncIterator[tuple[str, list[str]]]:
             return "done"
 
         runs = [
-            rlm.start(TaskStart(conduct=conduct), f"play {number}") for number in range(NUM_AGENTS)
+            rlm.start(RolloutInitialState(conduct=conduct), f"play {number}")
+            for number in range(NUM_AGENTS)
         ]
         try:
             await all_there.wait()

@@ -44,7 +44,7 @@ KILLED_QUESTION = 37
 _requests = 0
 
 
-def ask(job: train.AgentJob) -> str:
+def ask(job: train.AgentRolloutInput) -> str:
     """Ask the question, and return the reply."""
     body = {
         "model": job.model,
@@ -87,7 +87,7 @@ def recipe(steps: int = STEPS, seed: int = 0, **changes: Any) -> train.Run:
     run = small(
         seed=seed,
         warmup=None,
-        task=train.AgentTask(agent=ask, items=ROWS, reward=even),
+        task=train.ExternalAgentTask(agent=ask, items=ROWS, reward=even),
         rl=train.RlSpec(
             steps=steps,
             algorithm=train.GRPO(),

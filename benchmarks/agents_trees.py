@@ -28,7 +28,7 @@ from ramify.clients.base import Request, Sampling
 from ramify.engine.external_conversations import RunModelClient
 from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServer
 from ramify.inference.local.local_client import LocalClient
-from ramify.tasks.base import TaskStart
+from ramify.tasks.base import RolloutInitialState
 from ramify.train import GRPO
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import pack
@@ -98,7 +98,7 @@ async def _compared_ids(num_turns: int) -> tuple[float, int]:
                         await _agent(http, url, random.Random(number), num_turns)
                 return "done"
 
-            result = await rlm.start(TaskStart(conduct=conduct), f"agent {number}")
+            result = await rlm.start(RolloutInitialState(conduct=conduct), f"agent {number}")
             assert result.error is None, result.error
             return result.trajectory
 
@@ -180,7 +180,9 @@ async def _pair(item: int, number: int) -> tuple[Trajectory, Trajectory]:
         ) as rlm:
             question = f"How many rows of {item} are red?"
             first = await rlm.start("red\nblue\n" * 5, question)
-            result = await rlm.start(TaskStart(conduct=_imitation(first.trajectory)), question)
+            result = await rlm.start(
+                RolloutInitialState(conduct=_imitation(first.trajectory)), question
+            )
     finally:
         await client.close()
     assert result.error is None, result.error

@@ -175,7 +175,7 @@ class PlayedEpisode(NamedTuple):
     actions: list[Any]
 
 
-def gym_task(id: str) -> tasks.SimpleTask:
+def gym_task(id: str) -> tasks.DatasetTask:
     """Return a task with the Gymnasium environment ``id``. Any text is an action."""
 
     class Recorded(gymnasium.Wrapper):
@@ -234,7 +234,7 @@ def gymnasium_checked(id: str, policy: Path, out: Path) -> EnvironmentCheck:
 # --- verifiers
 
 
-def verifiers_env(name: str) -> tasks.SimpleTask:
+def verifiers_env(name: str) -> tasks.DatasetTask:
     """Return an environment of the examples as a task. The policy is also its judge and its
     simulated user."""
     from examples.verifiers_environments import made

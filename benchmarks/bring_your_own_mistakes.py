@@ -82,8 +82,8 @@ old_lake = tasks.env_task("lake", goals, lambda item: Old())
 
 
 def served():
-    from ramify.evaluate import McpTask
-    return McpTask(task(), "no-such-server --stdio")
+    from ramify.evaluate import TaskWithMcpTools
+    return TaskWithMcpTools(task(), "no-such-server --stdio")
 """
 PICTURE = [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]
 POLICY = {

@@ -50,7 +50,7 @@ asyncio.run(main())
 
 def measure(quick: bool) -> list[Figure]:
     from ramify.evaluate.reward_model_client import RewardModel
-    from ramify.tasks.base import Item, SimpleTask
+    from ramify.tasks.base import DatasetTask, Item
     from ramify.tasks.score_with_timeout import score_with_timeout
     from ramify.tasks.validation import answer_only_trajectory
 
@@ -60,7 +60,7 @@ def measure(quick: bool) -> list[Figure]:
         url = f"http://127.0.0.1:{int(server.stdout.readline())}/classify"
         reward = RewardModel(url, text=lambda question, answer: answer)
         items = [Item("How long?", id=f"t/test/{number}") for number in range(NUM)]
-        task = SimpleTask("t", {"test": items}, reward)
+        task = DatasetTask("t", {"test": items}, reward)
 
         def score(number: int) -> float:
             run = answer_only_trajectory(items[number], "x" * number)

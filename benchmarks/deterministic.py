@@ -61,7 +61,7 @@ def recipe(quick: bool, deterministic: bool, precision: str) -> train.Run:
         limits=Limits(max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=86_400),
         evaluate=train.EvaluateSpec(num=4, final=()),
         schedule=train.Schedule(save_rollouts_every=1),
-        compute=train.ComputeSpec(precision=precision),  # type: ignore[arg-type]
+        compute=train.TrainerComputeSpec(precision=precision),  # type: ignore[arg-type]
         threads=1,
     )
 

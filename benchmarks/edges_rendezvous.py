@@ -234,7 +234,7 @@ def gloo_sync() -> tuple[list[bytes], Any]:
 
     import torch
 
-    from ramify.actors.connect_back import ConnectBackTicket
+    from ramify.actors.connect_back import WorkerConnectInfo
     from ramify.actors.message_encoding import decode
     from ramify.inference.weight_sync.base import to_lazy_weights
     from ramify.inference.weight_sync.broadcast import GlooWeightSync
@@ -242,7 +242,7 @@ def gloo_sync() -> tuple[list[bytes], Any]:
     weights = [("w", torch.arange(100_000, dtype=torch.float32))]
     sync = GlooWeightSync(timeout_s=60)
     (info,) = sync.open(1)
-    ticket: ConnectBackTicket = decode(base64.b64decode(info["ticket"]), ConnectBackTicket)
+    ticket: WorkerConnectInfo = decode(base64.b64decode(info["ticket"]), WorkerConnectInfo)
     total: list[float] = []
     chunks: list[dict[str, Any]] = []
     sent = threading.Event()
@@ -308,13 +308,13 @@ def _answered(url: str, key: str, process: Any) -> Any:
 
 
 def ray_cluster() -> tuple[list[bytes], Any]:
-    from ramify.actors.launcher import NodeResourceSlot, RoleInstanceId, SlotResources
+    from ramify.actors.launcher import HardwareResources, NodeResourceSlot, RoleInstanceId
     from ramify.actors.ray_launcher import RayLauncher
 
     member = RoleInstanceId("trainer", 0)
     os.environ.pop("RAY_AUTH_TOKEN", None)
     launcher = RayLauncher(
-        [NodeResourceSlot("", 0, SlotResources(cpus=1), (member,))], start_s=300.0
+        [NodeResourceSlot("", 0, HardwareResources(cpus=1), (member,))], start_s=300.0
     )
     try:
         key = os.environ["RAY_AUTH_TOKEN"].encode()

@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from ramify.engine.limits import Limits  # noqa: E402
 from ramify.engine.prompt_scaffold import Scaffold  # noqa: E402
-from ramify.tasks.base import Item, SimpleTask, Task, generated, items_of, task_of  # noqa: E402
+from ramify.tasks.base import DatasetTask, Item, Task, generated, items_of, task_of  # noqa: E402
 from ramify.tasks.validation import answer_only_trajectory  # noqa: E402
 from ramify.testing.reply_script import server_error  # noqa: E402
 from ramify.train.advantages.group_estimators import DrGRPO  # noqa: E402
@@ -162,7 +162,7 @@ def _asks(messages: Sequence[Message]) -> str:
     return ANSWERS.get(asked.strip(), f"FINAL(llm_query('{choice}'))")
 
 
-asks = SimpleTask(
+asks = DatasetTask(
     "asks",
     generated("asks", lambda rng: Item(f"{rng.randrange(10**9)}?", "text", gold="good")),
     lambda answer, item: float(answer == item.gold),

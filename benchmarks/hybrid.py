@@ -48,7 +48,7 @@ DRAWS = 4000
 STEPS, ANNEALED = 30, 24
 SOURCE = {
     "name": "hindsight",
-    "judge": {"name": "ramify.extras.studies.programs.judges:RuleJudge"},
+    "judge": {"name": "ramify.extras.studies.programs.judges:RuleHintJudge"},
     "filter": {"min_chars": 5},
 }
 FADING = {"start": 1.0, "end": 0.0, "steps": ANNEALED}
@@ -75,7 +75,7 @@ ARMS = {
         "outcome, and a mark for each turn that ran",
         (
             "rl.algorithm.terms=[]",
-            'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.extras.studies.programs.judges:StepRules"}}}',
+            'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.extras.studies.programs.judges:ProgramErrorJudge"}}}',
             'rl.algorithm.terms=[{"signal": "process", "weight": 0.3, "norm": "step_index"}]',
         ),
     ),
@@ -83,7 +83,7 @@ ARMS = {
         "marks for turns, no outcome",
         (
             "rl.algorithm.terms=[]",
-            'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.extras.studies.programs.judges:StepRules"}}}',
+            'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.extras.studies.programs.judges:ProgramErrorJudge"}}}',
             'rl.algorithm.terms=[{"signal": "process", "weight": 1.0, "norm": "step_index"}]',
             "rl.algorithm.w_rl=0",
         ),
@@ -315,11 +315,11 @@ async def _attempt_all(policy: Path, num_items: int, is_start: bool) -> dict[str
 async def gates(client: Any, task: Any) -> dict[str, float]:
     """Return the probability of the right function at its position, with and without a hint that
     names it."""
-    from ramify.extras.studies.programs.scripted_demonstrator import RuleInHint, hint_text
+    from ramify.extras.studies.programs.scripted_demonstrator import ProgramTaskRule, hint_text
     from ramify.extras.studies.programs.toy_program_language import (
         IMPORTED,
         PROGRAM_HINT,
-        ToyProgramExercise,
+        ProgramWritingExercise,
         generate_word_functions,
     )
     from ramify.types.message import Message
@@ -332,13 +332,16 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
     right = dict(enumerate(known.right))
     likely: dict[str, list[float]] = {"p(right | hint)": [], "p(right)": []}
     for item in task.splits["validation"][:100]:
-        problem = ToyProgramExercise.parse(item.question)
+        problem = ProgramWritingExercise.parse(item.question)
         assert problem is not None
         words = [word for word, _ in problem.steps][:3]
         imports = tuple(sorted({right[word] for word, _ in problem.steps} & set(IMPORTED)))
         program = tokenizer.encode(problem.build_program(right, imports).text)
         for name, hint in (
-            ("p(right | hint)", PROGRAM_HINT + hint_text(RuleInHint(w, right[w]) for w in words)),
+            (
+                "p(right | hint)",
+                PROGRAM_HINT + hint_text(ProgramTaskRule(w, right[w]) for w in words),
+            ),
             ("p(right)", ""),
         ):
             given = renderer.prompt([Message("user", item.question + hint)])

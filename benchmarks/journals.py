@@ -118,7 +118,7 @@ def runs(store: Any) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"max_{name}", lambda name=name, limit=limit: ask(tree, limits={f"max_{name}": limit})  # type: ignore[misc]
     yield "compaction", lambda: ask(wordy, window=6_000)
     yield "branches", lambda: ask(branching, search=3, ids=ScriptedByteTokenizer())
-    yield "branch at a later turn", lambda: ask(branching, search=ramify.Branches(2, turn=1))
+    yield "branch at a later turn", lambda: ask(branching, search=ramify.BestOfBranches(2, turn=1))
     yield "direct", lambda: ask(["short answer"], "tiny text", scaffold="default", tools={})
     yield "no answer", lambda: ask(["words", "more words", "and more"])
     for name in ("tiny", "bare", "retool", "retool_native"):
@@ -141,7 +141,7 @@ def runs(store: Any) -> Iterator[tuple[str, Callable[[], object]]]:
 
         client = ScriptedClient(lambda messages: f"re {len(messages)}", ids=ScriptedByteTokenizer())
         async with RLM(client, store=store) as asked:
-            await asked.start(tasks.TaskStart(conduct=conduct), "play")
+            await asked.start(tasks.RolloutInitialState(conduct=conduct), "play")
 
     yield "conversation", lambda: asyncio.run(conversation())
     yield "conducted", lambda: asyncio.run(conducted())
@@ -161,7 +161,7 @@ def runs(store: Any) -> Iterator[tuple[str, Callable[[], object]]]:
             return tree(messages) if is_valid or num_replies(messages) < 2 else refused(401, "no")
 
         with rlm(script) as asked:
-            with contextlib.suppress(ramify.Suspended):
+            with contextlib.suppress(ramify.RunSuspendedError):
                 asked.completion(TEXT, "?")
             is_valid = True
             asked.resume("last")

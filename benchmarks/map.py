@@ -370,7 +370,7 @@ def provider(url: str, folder: Path) -> dict[str, Any]:
         return testing.refused(text="no such ticket") if is_refused(number) else "yes"
 
     async def serve() -> None:
-        async with testing.BatchServer(reply, holds=True) as server:
+        async with testing.FakeBatchApiServer(reply, holds=True) as server:
             print(server.url, flush=True)
             while True:
                 await asyncio.sleep(2.0)

@@ -37,7 +37,7 @@ from ramify.extras.cluster.trainer_mesh_estimates import sent_bytes
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models.load import Policy
 from ramify.models.weights import tensors_fingerprint
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpModel
 from ramify.train.backends.single_device import SingleBackend
@@ -88,13 +88,13 @@ MESHES: dict[str, tuple[Any, dict[str, int]]] = {
 _MEMORY_TOKENS = 128
 
 
-def compute(max_tokens: int | None = None, **shard: Any) -> ComputeSpec:
-    return ComputeSpec(
+def compute(max_tokens: int | None = None, **shard: Any) -> TrainerComputeSpec:
+    return TrainerComputeSpec(
         backend="fsdp",
         precision="fp32",
         max_tokens=max_tokens,
         max_logits=1 << 16 if max_tokens else None,
-        shard=ShardSpec(save_async=False, timeout_s=200, **shard),
+        shard=FsdpSpec(save_async=False, timeout_s=200, **shard),
     )
 
 
@@ -174,7 +174,7 @@ def one_process(config: Any, share: bool, folder: Path) -> Steps:
     """The steps of one process, computed for the first mesh that is compared with them."""
     path = folder / f"{config.model_type}-{share}.pt"
     if not path.exists():
-        single = SingleBackend(policy(config), OPTIM, ComputeSpec(precision="fp32"))
+        single = SingleBackend(policy(config), OPTIM, TrainerComputeSpec(precision="fp32"))
         given, steps = batches(share), Steps()
         for step in range(STEPS):
             loss = single.forward_backward(given, LOSS)["loss"]

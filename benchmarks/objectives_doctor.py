@@ -38,7 +38,7 @@ from ramify.engine.limits import Limits  # noqa: E402
 from ramify.errors import SandboxError, TrainError  # noqa: E402
 from ramify.sandbox.base import SandboxSpec  # noqa: E402
 from ramify.sandbox.providers.inprocess import InprocessSandbox  # noqa: E402
-from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated  # noqa: E402
+from ramify.tasks.base import DatasetTask, Item, TrajectoryRewardFunction, generated  # noqa: E402
 from ramify.train import stages, trainer  # noqa: E402
 from ramify.train.advantages.group_estimators import DrGRPO  # noqa: E402
 from ramify.train.backends.base import OptimizerSpec  # noqa: E402
@@ -62,7 +62,7 @@ from ramify.train.rollouts.rollouter import RolloutOptions  # noqa: E402
 from ramify.train.signals.judge import ProcessRewardSignal, StepJudge  # noqa: E402
 from ramify.train.signals.signal_composition import Hybrid  # noqa: E402
 from ramify.train.signals.signal_term import HybridTerm  # noqa: E402
-from ramify.train.training_guard import TrainingGuard  # noqa: E402
+from ramify.train.training_guard import TrainingGuardSpec  # noqa: E402
 from ramify.types.trajectory import Trajectory  # noqa: E402
 from tests.train.small import SHAPE, _even, _make, small  # noqa: E402
 
@@ -140,7 +140,7 @@ def healthy(policy: Path, seed: int = 0, *, steps: int = 8, **rl: Any) -> Run:
         rl=RlSpec(**(options | rl)),
         evaluate=EvaluateSpec(num=16, final=()),
         schedule=Schedule(evaluate_every=steps if steps < 4 else 4),
-        guard=TrainingGuard(),
+        guard=TrainingGuardSpec(),
     )
 
 
@@ -316,10 +316,10 @@ def _by_length(item: Item, trajectory: Trajectory) -> float:
     return min(sum(len(turn.reply.token_ids or ()) for turn in turns) / 100, 0.99)
 
 
-negated = SimpleTask("negated", generated("negated", _make), TrajectoryRewardFunction(_negated))
-constant = SimpleTask("constant", generated("constant", _make), lambda answer, item: 0.5)
-impossible = SimpleTask("impossible", generated("impossible", _make), lambda answer, item: 0.0)
-by_length = SimpleTask("by length", generated("long", _make), TrajectoryRewardFunction(_by_length))
+negated = DatasetTask("negated", generated("negated", _make), TrajectoryRewardFunction(_negated))
+constant = DatasetTask("constant", generated("constant", _make), lambda answer, item: 0.5)
+impossible = DatasetTask("impossible", generated("impossible", _make), lambda answer, item: 0.0)
+by_length = DatasetTask("by length", generated("long", _make), TrajectoryRewardFunction(_by_length))
 
 
 # --- running them

@@ -46,7 +46,7 @@ from reality_wire import (
     server_tls,
 )
 
-from ramify import RLM, Limits, RamifyError, Stop, Store, Suspended
+from ramify import RLM, Limits, RamifyError, RunSuspendedError, Stop, Store
 from ramify.cli.parser import ExitCode, exit_code_of_run
 from ramify.types.message import Usage
 
@@ -117,7 +117,7 @@ async def observe(row: Row, folder: Path) -> Observation:
                     result = await rlm.start("text", "What is it?")
                 found, end = result.answer, _end(result.stop, result.answer)
                 error = result.error or ""
-            except Suspended as suspended:
+            except RunSuspendedError as suspended:
                 end, error = "suspended", str(suspended)
             except RamifyError as failure:
                 end, error = "error", str(failure)

@@ -23,8 +23,8 @@ import msgspec
 from figures import Figure
 from reality_providers import SANDBOX, SCAFFOLD
 
-from ramify import RLM, Limits, ScriptedClient, Stop, Store, Suspended
-from ramify.errors import ServerFailed, Unreachable
+from ramify import RLM, Limits, RunSuspendedError, ScriptedClient, Stop, Store
+from ramify.errors import ServerStatusError, Unreachable
 from ramify.sandbox.base import SharedContextValue
 from ramify.testing.scripted_client import refused
 from ramify.types.event import AnyEvent
@@ -45,7 +45,7 @@ OUTAGES = (
     lambda: refused(402, "no credit"),
     lambda: refused(401, "the key was revoked"),
     lambda: Unreachable("scripted: connection refused"),
-    lambda: ServerFailed("scripted: 503"),
+    lambda: ServerStatusError("scripted: 503"),
 )
 """Failures that a person can fix."""
 
@@ -123,7 +123,7 @@ def _suspended(folder: Path, at: int) -> Disturbed:
     with program(model, store, on_event=fail, limits=limits) as rlm:
         try:
             return rlm.completion("text", "?").answer, model.replies  # no request followed
-        except Suspended as suspended:
+        except RunSuspendedError as suspended:
             model.outage = None
             assert store.runs()[0].stop is Stop.SUSPENDED
             return suspended.resume().answer, model.replies
@@ -159,7 +159,7 @@ def _on_full_disk(at: int) -> Disturbed:
             try:
                 result = rlm.completion("text", "?")
                 return result.answer, model.replies  # the run ended within the remaining space
-            except Suspended as suspended:
+            except RunSuspendedError as suspended:
                 (disk / "filler").unlink(missing_ok=True)
                 return suspended.resume().answer, model.replies
 

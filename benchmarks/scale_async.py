@@ -33,17 +33,17 @@ from ramify import RLM, Limits, ScriptedClient
 from ramify.clients.base import Request
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.testing.scripted_client import NUM_IDS, ScriptedByteTokenizer
 from ramify.train import run_record
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.config import PolicySpec, RlSpec, Run, Schedule
 from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.train.rollouts.rollouter import RolloutOptions, TaskRolloutRunner
 from ramify.train.stages import RlStage
 from ramify.types.message import Reply
 from tests.train.trainers import trainer_over
@@ -144,7 +144,7 @@ async def trained(sample: RolloutBatchSpec, seed: int, out: Path) -> list[StepMe
     ids = ScriptedByteTokenizer()
     answers = iter(random.Random(seed).choices(('FINAL("heads")', 'FINAL("tails")'), k=1_000_000))
     client = LongTailed(lambda messages: next(answers), ids=ids)
-    task = SimpleTask(
+    task = DatasetTask(
         "coin",
         {"train": [Item("heads or tails?", gold="heads", id=str(n)) for n in range(64)]},
         right,
@@ -153,12 +153,12 @@ async def trained(sample: RolloutBatchSpec, seed: int, out: Path) -> list[StepMe
     model = DenseModel(SHAPE)
     model.load_state_dict(AutoModelForCausalLM.from_config(SHAPE).state_dict())
     policy = Policy(model.eval(), None, None, SHAPE, 0, "dense")  # type: ignore[arg-type]
-    backend = SingleBackend(policy, OptimizerSpec(lr=1e-4), ComputeSpec(precision="fp32"))
+    backend = SingleBackend(policy, OptimizerSpec(lr=1e-4), TrainerComputeSpec(precision="fp32"))
     async with RLM(
         client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess"
     ) as rlm:
         spec = RlSpec(steps=STEPS, sample=sample, rollout=RolloutOptions(group=4))
-        rollouts = Rollouter(rlm, task, spec.rollout, seed=seed)
+        rollouts = TaskRolloutRunner(rlm, task, spec.rollout, seed=seed)
         stage = RlStage(spec, spec.algorithm, task, rollouts)
         loop = trainer_over(
             out,

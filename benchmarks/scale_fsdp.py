@@ -28,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from ramify.errors import TrainError
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.single_device import SingleBackend
@@ -84,8 +84,8 @@ def figures(quick: bool, compiled: bool) -> Iterator[Figure]:
         ranks.close()
 
 
-def compute_spec(num: int, **shard: Any) -> ComputeSpec:
-    return ComputeSpec(precision="fp32", shard=ShardSpec(ranks=num, **shard))
+def compute_spec(num: int, **shard: Any) -> TrainerComputeSpec:
+    return TrainerComputeSpec(precision="fp32", shard=FsdpSpec(ranks=num, **shard))
 
 
 def dense(seed: int = 0) -> Policy:

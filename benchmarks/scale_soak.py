@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from ramify.engine.limits import Limits
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
@@ -72,7 +72,7 @@ def run() -> Run:
         ),
         evaluate=EvaluateSpec(num=96, final=()),
         schedule=Schedule(evaluate_every=None, checkpoint_every=2),
-        compute=ComputeSpec(precision="fp32"),
+        compute=TrainerComputeSpec(precision="fp32"),
         inference=InferenceSpec(restarts=1000),
         stall_s=600.0,
         threads=1,

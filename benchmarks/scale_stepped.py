@@ -25,13 +25,13 @@ import msgspec
 from ramify import RLM, Limits
 from ramify.clients.base import Price, Request
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
+from ramify.tasks.base import DatasetTask, Item, TrajectoryRewardFunction, generated
 from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.train.config import RlSpec, Schedule
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.train.rollouts.rollouter import RolloutOptions, TaskRolloutRunner
 from ramify.train.stages import RlStage
 from ramify.types.message import Message, Reply, Usage, VersionSpan
 from tests.train.trainers import trainer_over
@@ -250,7 +250,7 @@ def carry_out(out: Path, shape: Shape, seed: int = 0) -> None:
 
 async def _run(out: Path, shape: Shape, seed: int) -> None:
     client = SteppedClient(shape)
-    task = SimpleTask("stepped", generated("stepped", _item), TrajectoryRewardFunction(_worth))
+    task = DatasetTask("stepped", generated("stepped", _item), TrajectoryRewardFunction(_worth))
     sample = RolloutBatchSpec(
         items=shape.items,
         max_staleness=shape.staleness,
@@ -271,7 +271,7 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
     sandbox = SandboxSpec(provider="inprocess", allow_weaker=True)
     async with RLM(client, scaffold="tiny", limits=limits, sandbox=sandbox) as rlm:
         spec = RlSpec(steps=shape.steps, sample=sample, rollout=options)
-        rollouts = Rollouter(rlm, task, options, seed=seed)
+        rollouts = TaskRolloutRunner(rlm, task, options, seed=seed)
         stage = RlStage(spec, spec.algorithm, task, rollouts)
         backend: Any = Sleeper()
         loop = trainer_over(

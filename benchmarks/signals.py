@@ -29,10 +29,10 @@ from figures import Figure, show
 
 from ramify.models.load import from_config
 from ramify.models.tokenizer_training import train_tokenizer
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.signals.base import TokenScoringRequest
-from ramify.train.signals.teacher_logprobs import LocalModelScorer
+from ramify.train.signals.teacher_logprobs import LocalTokenScorer
 
 GROUPS, SIBLINGS, HINTED = 4, 8, 3
 FLOOR = 0.5
@@ -82,7 +82,7 @@ class Cost(NamedTuple):
     tokens: float
 
 
-def scorer(shape: dict[str, Any]) -> LocalModelScorer:
+def scorer(shape: dict[str, Any]) -> LocalTokenScorer:
     from transformers import AutoConfig
 
     torch.set_num_threads(1)
@@ -96,12 +96,12 @@ def scorer(shape: dict[str, Any]) -> LocalModelScorer:
         "qwen3", **{**made, "pad_token_id": tokenizer.pad_token_id, **shape}
     )
     policy = from_config(config, tokenizer, 0)
-    backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
+    backend = SingleBackend(policy, None, TrainerComputeSpec(precision="fp32"))
 
     async def here(function: Callable[[], Any]) -> Any:
         return function()
 
-    return LocalModelScorer(backend, policy.window, len(tokenizer), here)
+    return LocalTokenScorer(backend, policy.window, len(tokenizer), here)
 
 
 def rows(case: Case) -> list[tuple[list[TokenScoringRequest], list[TokenScoringRequest]]]:
@@ -127,7 +127,7 @@ def rows(case: Case) -> list[tuple[list[TokenScoringRequest], list[TokenScoringR
     return found
 
 
-def measured(scores: LocalModelScorer, groups: Sequence[Sequence[TokenScoringRequest]]) -> Cost:
+def measured(scores: LocalTokenScorer, groups: Sequence[Sequence[TokenScoringRequest]]) -> Cost:
     before, started = scores.packed_tokens + scores.plain_tokens, time.thread_time()
     for group in groups:
         scores.compute(group)

@@ -51,7 +51,7 @@ from ramify.evaluate.run_evaluation import (
     evaluate_all,
 )
 from ramify.evaluate.systems.attempt import attempt_with_system, parse_system
-from ramify.evaluate.systems.base import MeteredModelAccess, PerItemBudget
+from ramify.evaluate.systems.base import MeteredModelAccess, TaskItemBudget
 from ramify.serve.metering_proxy import MeteringProxy
 from ramify.store.folder_store import Store
 from ramify.tasks.base import TASKS, Item, Task, items_of, task_of
@@ -218,9 +218,9 @@ async def _budgets() -> Iterator[Figure]:
     """What seats spent beyond their budgets, with a model that writes as much as it may."""
     client = ScriptedClient(lambda messages: "x" * 400_000, price=Price(1.0, 10.0))
     budgets = [
-        *(PerItemBudget(max_tokens=tokens) for tokens in (50, 333, 2_000, 30_000)),
-        *(PerItemBudget(max_calls=calls) for calls in (1, 7)),
-        *(PerItemBudget(max_cost=dollars) for dollars in (0.0005, 0.02)),
+        *(TaskItemBudget(max_tokens=tokens) for tokens in (50, 333, 2_000, 30_000)),
+        *(TaskItemBudget(max_calls=calls) for calls in (1, 7)),
+        *(TaskItemBudget(max_cost=dollars) for dollars in (0.0005, 0.02)),
     ]
     over = {"tokens": 0.0, "requests": 0.0, "dollars": 0.0}
     num_refused = 0

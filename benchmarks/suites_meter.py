@@ -29,7 +29,7 @@ from aiohttp import web
 from figures import Figure
 
 from ramify import Model
-from ramify.evaluate.systems.base import PerItemBudget
+from ramify.evaluate.systems.base import TaskItemBudget
 from ramify.serve.metering_proxy import MeteringProxy
 
 SIZES = {"2 kB": 2_000, "100 kB": 100_000}
@@ -136,7 +136,7 @@ async def overhead(url: str, count: int) -> list[Figure]:
         record = Path(folder) / "meter.jsonl"
         async with (
             MeteringProxy(model, record=record) as meter,
-            meter.open_account("a", PerItemBudget(max_tokens=1 << 40)) as seat,
+            meter.open_account("a", TaskItemBudget(max_tokens=1 << 40)) as seat,
             bare_proxy(url) as bare,
         ):
             for size, chars in SIZES.items():

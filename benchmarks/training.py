@@ -47,8 +47,8 @@ from ramify.models.dense import DenseModel
 from ramify.models.forest_attention import ForestAttention
 from ramify.models.load import Policy, from_config
 from ramify.models.tokenizer_training import train_tokenizer
-from ramify.models.training_forward import DenseTrunk, pad_rows_for_onednn
-from ramify.train.backends.base import ComputeSpec
+from ramify.models.training_forward import DenseTrunkRunner, pad_rows_for_onednn
+from ramify.train.backends.base import TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import PpoClip
@@ -56,7 +56,7 @@ from ramify.train.losses.total_loss import LossSpec
 from ramify.types.training_sequences import Batch, PackedTokenSegment, TokenSequence
 
 LOSS = LossSpec(policy=PpoClip())
-FP32 = ComputeSpec(precision="fp32")
+FP32 = TrainerComputeSpec(precision="fp32")
 """Dtype in which both the forest and the rows compute, so that they differ only by rounding."""
 GROUP = 8
 
@@ -82,7 +82,7 @@ def small_policy(window: int = 8192) -> Policy:
     return from_config(config, train_tokenizer(texts, trees.VOCAB), 0)
 
 
-class WholeTrunk(DenseTrunk):
+class WholeTrunk(DenseTrunkRunner):
     """A trunk that computes all rows of the last layer, whichever are needed."""
 
     def __init__(self, model: DenseModel) -> None:

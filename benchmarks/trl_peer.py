@@ -33,7 +33,7 @@ from processes import HERE, quiet_env
 from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, save_policy
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.train.losses import PpoClip
@@ -43,7 +43,7 @@ from ramify.types.training_sequences import TokenSequence
 
 PROMPTS, SIBLINGS, REPLY = 16, 8, 64
 LOSS = LossSpec(policy=PpoClip())
-FP32 = ComputeSpec(precision="fp32")
+FP32 = TrainerComputeSpec(precision="fp32")
 Step = Callable[[], float]
 """Makes an optimizer step and returns its CPU seconds."""
 

@@ -11,7 +11,7 @@ that belongs to no class. Names that begin with "_" are their file's own busines
     a question     RLM.completion(…), over real HTTP, until a client is asked
     a plan         the same, until a client is asked for a leaf
     a request      from that client until its bytes are handed to the transport
-    an agent       an agent of an `AgentTask` is started; its request, over real HTTP, until a
+    an agent       an agent of an `ExternalAgentTask` is started; its request, over real HTTP, until a
                    client is asked
     a cell         from the session until the cell is sent; in the guest, until the cell's own code
     a step         a step of reinforcement learning: rollouts, advantages, the loss, the optimizer
@@ -207,7 +207,7 @@ def plan() -> Iterator[Walk]:
 
 def ask_from_outside() -> Iterator[Walk]:
     """Let an agent of another program ask a model over HTTP."""
-    from ramify.agents.agent_task import AgentTask
+    from ramify.agents.agent_task import ExternalAgentTask
     from ramify.evaluate.attempt import attempt
     from tests.agents import small_agent
 
@@ -219,7 +219,9 @@ def ask_from_outside() -> Iterator[Walk]:
         "engine/model_requests.py:ask",
     )
     recorder = Recorder(*moments)
-    task = AgentTask(agent=small_agent.ask, items=small_agent.ROWS[:1], reward=lambda run: 1.0)
+    task = ExternalAgentTask(
+        agent=small_agent.ask, items=small_agent.ROWS[:1], reward=lambda run: 1.0
+    )
 
     async def rollout() -> None:
         async with ramify.RLM(ramify.ScriptedClient(["3"])) as rlm:

@@ -13,12 +13,12 @@ from ramify.clients.base import Client as Client
 from ramify.clients.base import Price as Price
 from ramify.clients.base import Sampling as Sampling
 from ramify.clients.model_config import Model as Model
-from ramify.engine.branch_search import Branches as Branches
+from ramify.engine.branch_search import BestOfBranches as BestOfBranches
 from ramify.engine.branch_search import by_score as by_score
 from ramify.engine.branch_search import vote as vote
 from ramify.engine.limits import Limits as Limits
 from ramify.engine.mcp_tools import McpTools as McpTools
-from ramify.engine.prompt_preview import PromptPreview as PromptPreview
+from ramify.engine.prompt_preview import FirstRequestPreview as FirstRequestPreview
 from ramify.engine.prompt_scaffold import Scaffold as Scaffold
 from ramify.engine.question import RunOptions as RunOptions
 from ramify.engine.resources import DepthOptions as DepthOptions
@@ -29,10 +29,10 @@ from ramify.errors import ConfigError as ConfigError
 from ramify.errors import ModelError as ModelError
 from ramify.errors import RamifyError as RamifyError
 from ramify.errors import ReplayDiverged as ReplayDiverged
+from ramify.errors import RunSuspendedError as RunSuspendedError
 from ramify.errors import SandboxError as SandboxError
 from ramify.errors import SourceError as SourceError
 from ramify.errors import StoreError as StoreError
-from ramify.errors import Suspended as Suspended
 from ramify.errors import TrainError as TrainError
 from ramify.errors import WeakSandboxWarning as WeakSandboxWarning
 from ramify.maps.api import amap as amap
@@ -54,7 +54,6 @@ from ramify.store.base import RunStore as RunStore
 from ramify.store.folder_store import Store as Store
 from ramify.store.memory_store import MemoryStore as MemoryStore
 from ramify.testing.scripted_client import ScriptedClient as ScriptedClient
-from ramify.types.event import AttemptFailed as AttemptFailed
 from ramify.types.event import CallEnded as CallEnded
 from ramify.types.event import CallStarted as CallStarted
 from ramify.types.event import CellRan as CellRan
@@ -62,6 +61,7 @@ from ramify.types.event import Event as Event
 from ramify.types.event import ModeChosen as ModeChosen
 from ramify.types.event import NoteAdded as NoteAdded
 from ramify.types.event import ReplyReceived as ReplyReceived
+from ramify.types.event import RequestAttemptFailed as RequestAttemptFailed
 from ramify.types.event import RequestStarted as RequestStarted
 from ramify.types.event import RunEnded as RunEnded
 from ramify.types.event import RunResumed as RunResumed
@@ -77,7 +77,7 @@ from ramify.types.trajectory import Cell as Cell
 from ramify.types.trajectory import Stop as Stop
 from ramify.types.trajectory import Trajectory as Trajectory
 from ramify.types.trajectory import Turn as Turn
-from ramify.viewer.open_viewer import OpenPage as OpenPage
+from ramify.viewer.open_viewer import ServedViewerPage as ServedViewerPage
 from ramify.viewer.open_viewer import view as view
 
 __version__: str

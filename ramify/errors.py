@@ -4,17 +4,17 @@
     ├── ConfigError         invalid option, model name, key, schema or limit: fix the call
     ├── SourceError         an input cannot be read
     ├── ModelError          a language model gave no usable reply
-    │   ├── RateLimited         429, or 503 with a time to wait      (retried)
-    │   ├── Unreachable         never sent: refused, no route, DNS   (retried)
-    │   ├── ReplyLost           sent, but the reply did not arrive   (retried; may be billed)
-    │   ├── ServerFailed        a 5xx                                (retried)
-    │   ├── MalformedResponse   not the API: HTML, no choices        (retried; may be billed)
-    │   ├── ReplyCut            truncated at its length limit (``.text`` holds what arrived)
-    │   ├── ReplyFiltered       stopped by a content filter, or refused by the model
-    │   └── Refused             4xx: key, quota, unknown model, prompt too long
+    │   ├── RateLimited          429, or 503 with a time to wait    (retried)
+    │   ├── Unreachable          never sent: refused, no route, DNS (retried)
+    │   ├── ReplyLostError       sent, but the reply did not arrive (retried; may be billed)
+    │   ├── ServerStatusError    a 5xx                              (retried)
+    │   ├── MalformedResponse    not the API: HTML, no choices      (retried; may be billed)
+    │   ├── ReplyTruncatedError  truncated at its length limit (``.text`` holds what arrived)
+    │   ├── ReplyFiltered        stopped by a content filter, or refused by the model
+    │   └── RequestRefusedError  4xx: key, quota, unknown model, prompt too long
     ├── SandboxError        a session could not be started, or failed
     │   └── SessionDied         the process behind a session ended
-    ├── Suspended              the run waits for a person; ``.resume()`` continues it
+    ├── RunSuspendedError      the run waits for a person; ``.resume()`` continues it
     ├── EventLoopBlockedError  code blocked the run's event loop past the run's deadline
     ├── StoreError             a journal or blob cannot be read or written
     │   ├── UnknownRun          no run or evaluation matches the name, or several do
@@ -67,14 +67,14 @@ class RamifyError(Exception):
         )
 
 
-class Suspended(RamifyError):
+class RunSuspendedError(RamifyError):
     """Raised when a stored run is suspended until a user fixes the cause of a failure.
 
     ``run_id`` names the run, and ``resume()`` continues the run and returns its result. Recorded
     replies are not paid for again.
 
     Example:
-        except ramify.Suspended as error:
+        except ramify.RunSuspendedError as error:
             input(f"{error}\\nPress Enter when it is fixed.")
             result = error.resume()
     """
@@ -176,23 +176,23 @@ class Unreachable(ModelError):
     states the cause."""
 
 
-class ReplyLost(ModelError):
+class ReplyLostError(ModelError):
     """Raised if a request was sent but no complete reply arrived, because of a dropped connection
     or a timeout.
 
     Example:
-        inference.ReplyLost("openai:m: no reply within 300 s")
+        inference.ReplyLostError("openai:m: no reply within 300 s")
     """
 
     transient = True
     may_be_paid = True
 
 
-class ServerFailed(ModelError):
+class ServerStatusError(ModelError):
     """Raised if the server answered with a 5xx status.
 
     Example:
-        inference.ServerFailed("openai:m: 503, overloaded")
+        inference.ServerStatusError("openai:m: 503, overloaded")
     """
 
     transient = True
@@ -210,12 +210,12 @@ class MalformedResponse(ModelError):
     may_be_paid = True
 
 
-class ReplyCut(ModelError):
+class ReplyTruncatedError(ModelError):
     """Raised if a reply was truncated at its length limit.
 
     ``text`` is the part that arrived.
 
-    >>> inference.ReplyCut("cut at 8 tokens", "The first host").text
+    >>> inference.ReplyTruncatedError("cut at 8 tokens", "The first host").text
     'The first host'
     """
 
@@ -241,11 +241,11 @@ class ReplyFiltered(ModelError):
         self.text = text
 
 
-class Refused(ModelError):
+class RequestRefusedError(ModelError):
     """Raised if the server rejected the request with a 4xx status other than 429.
 
     Example:
-        inference.Refused("openai:m: 401, wrong key")
+        inference.RequestRefusedError("openai:m: 401, wrong key")
     """
 
     too_long = False
@@ -365,7 +365,7 @@ def is_fixable_by_user(error: BaseException | None) -> bool:
         return True
     if isinstance(error, LimitReached):
         return error.is_shared
-    is_refused_key = isinstance(error, Refused) and error.needs_key
+    is_refused_key = isinstance(error, RequestRefusedError) and error.needs_key
     return is_refused_key or (isinstance(error, ModelError) and error.transient)
 
 

@@ -88,7 +88,7 @@ def component_levels(level: int) -> dict[str, int]:
 # --- text of a record, to which ``LogRedactionFilter`` has given its event, runs and fields
 
 
-class TextFormatter(logging.Formatter):
+class LogLineFormatter(logging.Formatter):
     """A formatter that writes a log record as one line of text.
 
     ``short=True`` gives the shorter form for terminals.
@@ -196,7 +196,7 @@ class _ComponentLogHandler(logging.Handler):
         super().__init__(min(levels.values(), default=INFO))
         self.levels = dict(levels)
         self.is_json = os.environ.get(FORMAT_VARIABLE, "") == "json"
-        self.setFormatter(JsonFormatter() if self.is_json else TextFormatter())
+        self.setFormatter(JsonFormatter() if self.is_json else LogLineFormatter())
 
     def filter(self, record: LogRecord) -> bool:
         # Progress is displayed by other means: it is recorded only if its room is named.
@@ -270,7 +270,7 @@ class ConsoleLogHandler(_ComponentLogHandler):
         if self.level > DEBUG:
             self.setLevel(logging.NOTSET)  # a record that is shown may have any level
         if not self.is_json:
-            self.setFormatter(TextFormatter(short=True))
+            self.setFormatter(LogLineFormatter(short=True))
 
     def filter(self, record: LogRecord) -> bool:
         given = vars(record)

@@ -222,6 +222,39 @@ MOVED_MODULES = {
     "ramify.train.advantages.credit:root": (
         "ramify.train.advantages.credit_assignment:root_credit"
     ),
+    "ramify.agents.agent_task:AgentTask": ("ramify.agents.agent_task:ExternalAgentTask"),
+    "ramify.extras.studies.hindsight_hints:DemonstrationHints": (
+        "ramify.extras.studies.hindsight_hints:SolutionHints"
+    ),
+    "ramify.extras.studies.hindsight_hints:Hindsight": (
+        "ramify.extras.studies.hindsight_hints:HindsightHints"
+    ),
+    "ramify.extras.studies.hindsight_hints:NextMessageHints": (
+        "ramify.extras.studies.hindsight_hints:NextMessageHintSource"
+    ),
+    "ramify.extras.studies.programs.judges:RuleJudge": (
+        "ramify.extras.studies.programs.judges:RuleHintJudge"
+    ),
+    "ramify.extras.studies.programs.judges:StepRules": (
+        "ramify.extras.studies.programs.judges:ProgramErrorJudge"
+    ),
+    "ramify.tasks.base:SimpleTask": ("ramify.tasks.base:DatasetTask"),
+    "ramify.train.advantages.group_estimators:PassAtK": (
+        "ramify.train.advantages.group_estimators:PassAtKEstimator"
+    ),
+    "ramify.train.backends.fsdp:FsdpTrainedModel": (
+        "ramify.train.backends.fsdp:ShardedTrainedModel"
+    ),
+    "ramify.train.backends.trained_model:LocalTrainedModel": (
+        "ramify.train.backends.trained_model:InProcessTrainedModel"
+    ),
+    "ramify.train.losses.importance_sampling:ImportanceSampling": (
+        "ramify.train.losses.importance_sampling:ImportanceSamplingLoss"
+    ),
+    "ramify.train.losses.masked_importance_sampling:RolloutIs": (
+        "ramify.train.losses.masked_importance_sampling:MaskedImportanceSamplingLoss"
+    ),
+    "ramify.train.signals.outcome:ToolUseSignal": ("ramify.train.signals.outcome:ToolErrorSignal"),
     "ramify.engine.scaffold": "ramify.engine.prompt_scaffold",
     "ramify.engine.strategies": "ramify.engine.answer_strategies",
     "ramify.sources.mail": "ramify.sources.email_conversion",

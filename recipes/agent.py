@@ -38,7 +38,7 @@ def run() -> train.Run:
     return train.Run(
         name="agent",
         policy=train.PolicySpec(path="Qwen/Qwen3-0.6B"),
-        task=train.AgentTask(
+        task=train.ExternalAgentTask(
             command=f"{{python}} {__file__} {{item_file}}",
             items=ROWS,
             reward=score,

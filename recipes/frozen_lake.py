@@ -131,6 +131,6 @@ def run() -> train.Run:
         ),
         evaluate=train.EvaluateSpec(num=100, validation=32, first=("test",)),
         schedule=train.Schedule(evaluate_every=None),
-        compute=train.ComputeSpec(precision="fp32"),
+        compute=train.TrainerComputeSpec(precision="fp32"),
         threads=1,
     )

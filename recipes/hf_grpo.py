@@ -39,5 +39,5 @@ def run() -> train.Run:
         ),
         evaluate=train.EvaluateSpec(num=64, first=("test",), final=("test",)),
         schedule=train.Schedule(evaluate_every=10, keep_last=1),
-        compute=train.ComputeSpec(max_tokens=16_384, recompute=True),
+        compute=train.TrainerComputeSpec(max_tokens=16_384, recompute=True),
     )

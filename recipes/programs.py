@@ -64,6 +64,6 @@ def run() -> train.Run:
         sandbox=SandboxSpec(provider="ramify.extras.studies.programs.program_interpreter"),
         evaluate=train.EvaluateSpec(num=256, validation=32, attempts=8, final=("test",)),
         schedule=train.Schedule(evaluate_every=10),
-        compute=train.ComputeSpec(precision="fp32"),
+        compute=train.TrainerComputeSpec(precision="fp32"),
         threads=1,
     )

@@ -24,7 +24,9 @@ from ramify import tasks, train
 def run() -> train.Run:
     outcome = programs()
     assert outcome.rl is not None
-    hints = train.Hindsight(judge=train.RuleJudge(), filter=train.HintFilter(min_chars=5))
+    hints = train.HindsightHints(
+        judge=train.RuleHintJudge(), filter=train.HintAcceptanceRules(min_chars=5)
+    )
     steps = max(1, round(0.8 * outcome.rl.steps))
     return msgspec.structs.replace(
         outcome,

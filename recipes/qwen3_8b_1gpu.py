@@ -36,5 +36,5 @@ def run() -> train.Run:
             optim=train.OptimizerSpec(lr=1e-5, warmup_steps=5, max_grad_norm=1.0),
         ),
         schedule=train.Schedule(evaluate_every=20, keep_last=1),
-        compute=train.ComputeSpec(max_tokens=8192, recompute=True),
+        compute=train.TrainerComputeSpec(max_tokens=8192, recompute=True),
     )

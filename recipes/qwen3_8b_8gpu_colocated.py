@@ -22,7 +22,7 @@ def run() -> train.Run:
     return msgspec.structs.replace(
         base,
         name="qwen3-8b-8gpu-colocated",
-        compute=msgspec.structs.replace(base.compute, shard=train.ShardSpec(ranks=8)),
+        compute=msgspec.structs.replace(base.compute, shard=train.FsdpSpec(ranks=8)),
         inference=inference.InferenceSpec(
             engine="vllm",
             num=8,

@@ -33,8 +33,8 @@ def run() -> train.Run:
             rollout=train.RolloutOptions(group=8, concurrency=512),
             optim=train.OptimizerSpec(lr=1e-6, warmup_steps=5, max_grad_norm=1.0),
         ),
-        compute=train.ComputeSpec(
-            backend="fsdp", shard=train.ShardSpec(ranks=4), max_tokens=16_384, recompute=True
+        compute=train.TrainerComputeSpec(
+            backend="fsdp", shard=train.FsdpSpec(ranks=4), max_tokens=16_384, recompute=True
         ),
         inference=inference.InferenceSpec(
             engine="vllm", num=4, gpus=("4", "5", "6", "7"), args=VLLM

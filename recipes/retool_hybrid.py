@@ -38,7 +38,9 @@ def run() -> train.Run:
                 **outcome.rl.signals,
                 "process": train.ProcessRewardSignal(judge=train.StepJudge(**judges)),
                 "teacher": train.TeacherSignal(
-                    hints=train.Hindsight(judge=train.HintWritingJudge(**judges), only="failed")
+                    hints=train.HindsightHints(
+                        judge=train.HintWritingJudge(**judges), only="failed"
+                    )
                 ),
             },
             algorithm=train.Hybrid(

@@ -56,5 +56,5 @@ def run() -> train.Run:
         sandbox=SANDBOX,
         evaluate=train.EvaluateSpec(num=30, attempts=16),
         schedule=train.Schedule(checkpoint_every=16),
-        compute=train.ComputeSpec(max_tokens=16_384, recompute=True),
+        compute=train.TrainerComputeSpec(max_tokens=16_384, recompute=True),
     )

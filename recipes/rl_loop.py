@@ -34,7 +34,7 @@ async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> Non
 
     # The RLM runs jailed sessions and child calls, and records the tree.
     async with RLM(client, scaffold="tiny", limits=limits) as rlm:
-        rollouts = train.Rollouter(rlm, task, train.RolloutOptions(group=8))
+        rollouts = train.TaskRolloutRunner(rlm, task, train.RolloutOptions(group=8))
         for step in range(num_steps):
             # Sample. A rollout is a tree of calls with its rewards and the ids of all prompt and
             # sampled tokens.

@@ -16,14 +16,14 @@ from __future__ import annotations
 from ramify import Limits, tasks, train
 
 
-def sums() -> tasks.SimpleTask:
+def sums() -> tasks.DatasetTask:
     """Sums of two numbers, to see the recipe run before you bring your own rows."""
 
     def item(rng) -> tasks.Item:  # type: ignore[no-untyped-def]
         a, b = rng.randrange(1000), rng.randrange(1000)
         return tasks.Item(f"{a} + {b} = ? End with the number.", gold=a + b)
 
-    return tasks.SimpleTask("sums", tasks.generated("sums", item), tasks.last_number)
+    return tasks.DatasetTask("sums", tasks.generated("sums", item), tasks.last_number)
 
 
 def run() -> train.Run:

@@ -7,7 +7,7 @@
 The policy writes code in a session, sees what it printed, and continues; ``sql`` runs in the host,
 is read-only, and bounds the time and the rows of a query. The prompt has the schema with example
 rows, as ``ramify ask QUESTION shop.sqlite`` gives it. With your own database, change ``database``
-and ``QUESTIONS``, or return a ``TaskStart`` whose ``tools`` are any functions of yours.
+and ``QUESTIONS``, or return a ``RolloutInitialState`` whose ``tools`` are any functions of yours.
 
     How many orders of tea from Oslo had at least 20 units?
     print(sql("SELECT COUNT(*) FROM orders JOIN customers … WHERE …"))     ──> [(11,)]
@@ -83,11 +83,13 @@ def shop() -> tasks.Task:
             (gold,) = found.execute(query, names).fetchone()
         return tasks.Item(text.format(**names), gold=gold)
 
-    async def begin(item: tasks.Item) -> tasks.TaskStart:
+    async def begin(item: tasks.Item) -> tasks.RolloutInitialState:
         source = ramify.load(str(database()))
-        return tasks.TaskStart(context=source.context, tools=source.tools, about=source.manifest())
+        return tasks.RolloutInitialState(
+            context=source.context, tools=source.tools, about=source.manifest()
+        )
 
-    return tasks.SimpleTask("shop", tasks.generated("shop", item), tasks.numeric, begin=begin)
+    return tasks.DatasetTask("shop", tasks.generated("shop", item), tasks.numeric, begin=begin)
 
 
 def run() -> train.Run:

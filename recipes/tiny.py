@@ -67,6 +67,6 @@ def run() -> train.Run:
             num=256, validation=128, final=("test", "test_formats", "test_names")
         ),
         schedule=train.Schedule(evaluate_every=8),
-        compute=train.ComputeSpec(precision="fp32"),
+        compute=train.TrainerComputeSpec(precision="fp32"),
         threads=1,
     )

@@ -110,6 +110,6 @@ def run() -> train.Run:
         limits=msgspec.structs.replace(LIMITS, max_seconds=86_400, max_concurrency=512),
         evaluate=train.EvaluateSpec(num=128, validation=48, first=("test",), final=("test",)),
         schedule=train.Schedule(evaluate_every=8),
-        compute=train.ComputeSpec(precision="fp32"),
+        compute=train.TrainerComputeSpec(precision="fp32"),
         threads=1,
     )

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 import ramify
 from ramify.clients.base import Price
-from ramify.engine.prompt_preview import PromptPreview
+from ramify.engine.prompt_preview import FirstRequestPreview
 from ramify.engine.prompt_scaffold import MARKERS
 
 ROOT = Path(__file__).parents[1]
@@ -173,7 +173,7 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     return found
 
 
-def preview(situation: Situation) -> PromptPreview:
+def preview(situation: Situation) -> FirstRequestPreview:
     model = client(
         "openai:gpt-5-mini" if situation.price else "vllm:Qwen3-8B",
         situation.window,

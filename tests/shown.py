@@ -12,7 +12,7 @@ from typing import Any
 from ramify.log_handlers import RUN_LOG, one_line_message
 from ramify.logging import attached_handler
 from ramify.train import execute
-from ramify.train.checkpoint import TrainingProgress
+from ramify.train.checkpoint import CheckpointedProgress
 from ramify.train.config import Run
 
 Say = Callable[[str], object]
@@ -53,7 +53,7 @@ def logged(out: Path, event: str) -> list[tuple[str, str]]:
 
 def train(
     run: Run, out: Path, *, say: Say = _drop, inform: Say = _drop, **options: Any
-) -> TrainingProgress:
+) -> CheckpointedProgress:
     """``execute.train``, with its shown lines passed to ``say`` and ``inform``."""
     with heard(say, inform):
         return execute.train(run, out, **options)

@@ -165,7 +165,7 @@ class Shown(NamedTuple):
 
 _TASK = """
 import json
-from ramify.tasks.base import Item, SimpleTask, generated
+from ramify.tasks.base import Item, DatasetTask, generated
 from ramify.tasks.scoring import numeric
 
 TEXTS = json.load(open("texts.json"))
@@ -175,7 +175,7 @@ def make(rng):
     return Item(f"How many? {text}", text + "x", gold=1, kind=text + "x")
 
 def hostile():
-    return SimpleTask("hostile", generated("hostile", make), numeric)
+    return DatasetTask("hostile", generated("hostile", make), numeric)
 """
 
 

@@ -19,7 +19,7 @@ from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.log_handlers import RUN_LOG, FileLogHandler
 from ramify.logging import ComponentLogger, attached_handler
 from ramify.secret_redaction import SecretRedactor
-from ramify.serve.api_keys import ApiKey, ApiKeys
+from ramify.serve.api_keys import ApiKey, ServerApiKeys
 from tests.clients.helpers import Says
 from tests.log_records import KEY, SANDBOX
 
@@ -144,7 +144,7 @@ def test_secret_is_found_in_json(encode: Callable[[str], str]) -> None:
 
 def test_server_keys_are_redacted(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"an-odd-one").hexdigest()
-    keys = ApiKeys({"a": ApiKey(key="anotherodd"), "b": ApiKey(sha256=digest)})
+    keys = ServerApiKeys({"a": ApiKey(key="anotherodd"), "b": ApiKey(sha256=digest)})
     assert keys.bearer_keys is not None
     assert keys.bearer_keys.caller_of_key("an-odd-one") == "b"
     with attached_handler(FileLogHandler(tmp_path / "log")):

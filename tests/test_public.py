@@ -26,76 +26,80 @@ SPEC.loader.exec_module(CHECK)
 
 PUBLIC = {
     "ramify": """
-        AttemptFailed Branches Call CallEnded CallStarted Cell CellRan CellResult Citation
-        Client ConfigError DepthOptions DockerSpec Event JailSpec Limits MapResult McpTools
-        MemoryStore Message ModeChosen Model ModelError NoteAdded OpenPage Picture
-        PictureBytes PreparedContext Price ProgressState PromptPreview RLM RamifyError
-        ReplayDiverged ReplyReceived RequestStarted Result RunEnded RunOptions RunResumed
-        RunStarted RunStore Sampling Sandbox SandboxCapabilities SandboxError SandboxSpec Scaffold
-        ScoreAdded ScriptedClient Session SourceError Stop Store StoreError Suspended
-        ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning amap by_score
-        evaluate inference load map open_sandbox plans ray subscribe tasks testing train
-        view vote
+        BestOfBranches Call CallEnded CallStarted Cell CellRan CellResult Citation Client
+        ConfigError DepthOptions DockerSpec Event FirstRequestPreview JailSpec Limits
+        MapResult McpTools MemoryStore Message ModeChosen Model ModelError NoteAdded Picture
+        PictureBytes PreparedContext Price ProgressState RLM RamifyError ReplayDiverged
+        ReplyReceived RequestAttemptFailed RequestStarted Result RunEnded RunOptions
+        RunResumed RunStarted RunStore RunSuspendedError Sampling Sandbox
+        SandboxCapabilities SandboxError SandboxSpec Scaffold ScoreAdded ScriptedClient
+        ServedViewerPage Session SourceError Stop Store StoreError ToolAnswered TrainError
+        Trajectory Turn Usage WeakSandboxWarning amap by_score evaluate inference load map
+        open_sandbox plans ray subscribe tasks testing train view vote
     """,
     "ramify.tasks": """
-        BatchScoredTask BatchedReward Call Cell DatasetColumns GeneratedSplit
-        IntervalF1Scorer Item MathScorer NumericScorer PROGRAM_HINT PROGRAM_WORDS Rubric
-        RubricScorer SCORERS Score SimpleTask Stop Task TaskStart Trajectory
+        BatchScoredTask BatchedReward Call Cell DatasetColumns DatasetTask GeneratedSplit
+        IntervalF1Scorer Item MathScorer NumericScorer PROGRAM_HINT PROGRAM_WORDS
+        RolloutInitialState Rubric RubricScorer SCORERS Score Stop Task Trajectory
         TrajectoryRewardFunction Turn UnitTestScorer boxed_math choice dataset env_task
         exact f1 from_verifiers generated interval_f1 items_of last_number line_f1
         math_answer normalised numeric task_of unit_tests validate verifiers_v1
     """,
     "ramify.evaluate": """
-        AgentJob AgentOutcome AgentRun AgentTask AttemptOutcome AttemptTotals EvaluationPlan
-        EvaluationReport EvaluationResult ItemKindStatistics McpTask MeanEstimate
-        RewardModel TaskEnv difference evaluate harness majority_at_k mean_with_interval
-        paired_difference pass_at_k report table taskset text_env verifiers_task
+        AgentExitReason AgentRolloutInput AgentRun AttemptOutcome AttemptTotals
+        EvaluationPlan EvaluationReport EvaluationResult ExternalAgentTask
+        ItemKindStatistics MeanEstimate RewardModel TaskEnv TaskWithMcpTools difference
+        evaluate harness majority_at_k mean_with_interval paired_difference pass_at_k report
+        table taskset text_env verifiers_task
     """,
     "ramify.inference": """
-        CachePressure Client EngineLost InferenceClient InferenceSpec KnownPrefix LazyWeight
-        LocalClient MalformedResponse Message ModelError Policy Price RateLimited Refused
-        Reply ReplyCut ReplyFiltered ReplyLost Request Sampling SamplingDefaults
-        ServerFailed Tool ToolCall Unreachable Usage VersionSpan WeightChunk WeightPiece
-        WeightReceiver WeightSync connect from_config load_policy save_policy
+        CachePressure Client EngineLost InferenceSpec KnownPrefix LazyExportWeight
+        LocalClient MalformedResponse Message ModelError Policy Price RateLimited Reply
+        ReplyFiltered ReplyLostError ReplyTruncatedError Request RequestRefusedError
+        Sampling SamplingDefaults ServerStatusError Tool ToolCall Unreachable
+        UpdatableInferenceClient Usage VersionSpan WeightChunk WeightReceiver WeightSync
+        WeightUpdateTensor connect from_config load_policy save_policy
     """,
     "ramify.plans": """
-        CalibrationPoint CallBound Comparison Leaf PartSizeCalibration Pattern Plan PlanCost
-        PlanStrategy Relevance SplitText TextPart aggregate ask best both calibration_of
-        classify combine concat count cross distinct field filter join map multi_hop
-        pairwise peek periods plan_for ready_plan reduce search split spread strategy_for
-        summarise top total
+        CallBound Comparison ContextPart Leaf PartSizeAccuracy PartSizeCalibration Pattern
+        Plan PlanCostBound PlanStrategy Relevance SplitText aggregate ask best both
+        calibration_of classify combine concat count cross distinct field filter join map
+        multi_hop pairwise peek periods plan_for ready_plan reduce search split spread
+        strategy_for summarise top total
     """,
-    "ramify.ray": "Asker",
+    "ramify.ray": "RayDataAsker",
     "ramify.testing": """
-        AccuracyCurve BatchServer CHECKS ConformanceCheck ConformanceError ConformanceResult
-        ForgetfulDisk HubServer ModelLatency OfflineModel OfflineModelSuiteStrategy
+        CHECKS ConformanceCheck ConformanceError ConformanceResult FakeBatchApiServer
+        FakeHubServer ForgetfulDisk ModelLatency OfflineModel OfflineModelSuiteStrategy
         ReceivedRequest SandboxUnderTest Script ScriptRule ScriptedByteTokenizer
-        ScriptedClient ScriptedFailure ScriptedServer check_one check_sandbox cut dropped
-        html malformed no_choices no_usage rate_limited refused server_error stalled
-        unreachable
+        ScriptedClient ScriptedFailure ScriptedServer SimulatedAccuracyCurve check_one
+        check_sandbox cut dropped html malformed no_choices no_usage rate_limited refused
+        server_error stalled unreachable
     """,
     "ramify.train": """
-        ALGORITHMS AgentJob AgentOutcome AgentRun AgentTask Algorithm AlgorithmNeeds
+        ALGORITHMS AgentExitReason AgentRolloutInput AgentRun Algorithm AlgorithmNeeds
         AnnealSchedule Backend BaseLossFormula Batch BranchEstimator BranchOptions
-        CORRECTIONS CREDITS Cispo ClipCov CoTrainedPolicySpec CollapseAlarms ComputeSpec
-        CreditNode CriticOnlyLoss CriticSpec DAPO Decoupled DecoupledGspo DemonstrationHints
-        DepthSpec DppoCapped DppoKl DppoTv DrGRPO DualClip EntropyBranchEstimator
-        EvaluateSpec FeedbackHints FormatSignal FrozenModelBudget FsdpRanks GDPO GRPO
-        GeometricMask Gmpo Group GroupOptions GroupRecords Gspo Hierarchical Hindsight
-        HintFilter HintWritingJudge HintsForTrajectory Hybrid HybridTerm IcePop
-        ImportanceSampling InductionWarmUpSpec Judge JudgeTurnView JudgeVerdict JudgeView
-        KlCov LoraSpec LossSpec MaxRL ModelCaller NextMessageHints NodePool OPO
-        OffPolicyCorrection Opsm OptimizerSpec OracleJudge OutcomeSignal POLICY_LOSSES PPO
-        PassAtK PerTaskAlgorithm PlacementSpec PolicyLoss PolicyLossInputs PolicySpec
-        PpoClip ProcessRewardSignal ProxApprox PublicationResult RAE RLOO ReMax ReinforcePP
-        ReinforcePPBaseline RewardServiceSpec RlSpec RoleSpec RolloutAdvantages
-        RolloutBatchSpec RolloutIs RolloutOptions Rollouter RuleJudge Run SFT Sapo Schedule
-        SequenceClip SequenceMask SequenceSums SequenceTis SftSpec ShardSpec ShuffledHints
-        Signal SignalContext SignalScore SingleBackend StateGroupEstimator StepAdvantages
-        StepJudge StepMetrics StepRules TaskSpec TeacherSignal TokenCredit TokenScorer
-        TokenScores TokenScoringRequest TokenSequence TokenTis ToolUseSignal TopKCandidates
-        Tracker TrackerRunInfo TrainedModel TrainingGuard VineEstimator WorstTokenMask
-        demonstrate importance_ratio kl_estimate load_recipe pack publish read_group_records
+        CORRECTIONS CREDITS Cispo ClipCov CoTrainedPolicySpec CollapseAlarms CreditNode
+        CriticOnlyLoss CriticSpec DAPO Decoupled DecoupledGspo DepthSpec DppoCapped DppoKl
+        DppoTv DrGRPO DualClip EntropyBranchEstimator EvaluateSpec ExternalAgentTask
+        FeedbackHints FormatSignal FrozenModelBudget FsdpRanks FsdpSpec GDPO GRPO
+        GeometricMask Gmpo Group GroupAlgorithmOptions GroupOutcomeSummary Gspo Hierarchical
+        HindsightHints HintAcceptanceRules HintWritingJudge HintsForTrajectory Hybrid
+        HybridTerm IcePop ImportanceSamplingLoss InductionWarmUpSpec Judge JudgeModelCaller
+        JudgeTurnView JudgeVerdict JudgeView KlCov LoraSpec LossSpec
+        MaskedImportanceSamplingLoss MaxRL NextMessageHintSource NodePoolSpec OPO
+        OffPolicyCorrection Opsm OptimizerSpec OptimizerStepAdvantages OracleJudge
+        OutcomeSignal POLICY_LOSSES PPO PassAtKEstimator PerTaskAlgorithm PlacementSpec
+        PolicyLoss PolicyLossInputs PolicySpec PpoClip ProcessRewardSignal ProgramErrorJudge
+        ProxApprox PublishedPolicy RAE RLOO ReMax ReinforcePP ReinforcePPBaseline
+        RewardServiceSpec RlSpec RoleSpec RolloutAdvantages RolloutBatchSpec RolloutOptions
+        RuleHintJudge Run SFT Sapo Schedule SequenceClip SequenceMask SequenceSums
+        SequenceTis SftSpec ShuffledHints Signal SignalContext SignalScore SingleBackend
+        SolutionHints StateGroupEstimator StepJudge StepMetrics TaskRolloutRunner TaskSpec
+        TeacherSignal TokenCredit TokenScorer TokenScores TokenScoringRequest TokenSequence
+        TokenTis ToolErrorSignal TopKCandidates Tracker TrackerRunInfo TrainableModel
+        TrainerComputeSpec TrainingGuardSpec VineEstimator WorstTokenMask demonstrate
+        importance_ratio kl_estimate load_recipe pack publish read_group_records
         read_metrics token_sequences train with_objective with_preset
     """,
 }

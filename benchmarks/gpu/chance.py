@@ -7,7 +7,7 @@ import random
 import zlib
 from typing import Any
 
-from ramify.tasks import Item, SimpleTask, TrajectoryRewardFunction, generated
+from ramify.tasks import DatasetTask, Item, TrajectoryRewardFunction, generated
 
 
 def _item(rng: random.Random) -> Item:
@@ -20,5 +20,5 @@ def _coin(item: Item, trajectory: Any) -> float:
     return float(zlib.crc32(said.encode()) % 2)
 
 
-def task() -> SimpleTask:
-    return SimpleTask("chance", generated("chance", _item), TrajectoryRewardFunction(_coin))
+def task() -> DatasetTask:
+    return DatasetTask("chance", generated("chance", _item), TrajectoryRewardFunction(_coin))

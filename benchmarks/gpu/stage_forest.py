@@ -11,7 +11,7 @@ from products import products
 from stage_parity import LOSS
 
 from ramify.models.attention_kernels import CudaFlashKernel
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.types.training_sequences import Batch
@@ -23,7 +23,7 @@ def measure(kit: Kit) -> None:
     precision = "bf16" if kit.is_cuda else "fp32"
     with kit.figure("attention kernel"):
         _kernel(kit)
-    backend = SingleBackend(kit.policy("0.6B"), compute=ComputeSpec(precision=precision))  # type: ignore[arg-type]
+    backend = SingleBackend(kit.policy("0.6B"), compute=TrainerComputeSpec(precision=precision))  # type: ignore[arg-type]
     for ratio, least in ((1, 2.0), (4, 5.0), (16, 8.0)):
         with kit.figure(f"{ratio}:1"):
             _ratio(kit, backend, ratio, least)

@@ -19,7 +19,7 @@ from kit import VOCABULARY, Kit
 from ramify.clients.base import Sampling
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.train.losses import PpoClip
@@ -100,7 +100,7 @@ def _row(name: str, ids: list[int], logprobs: list[float]) -> TokenSequence:
 
 
 def _backend(kit: Kit, shape: str, precision: str) -> SingleBackend:
-    return SingleBackend(kit.policy(shape), compute=ComputeSpec(precision=precision))  # type: ignore[arg-type]
+    return SingleBackend(kit.policy(shape), compute=TrainerComputeSpec(precision=precision))  # type: ignore[arg-type]
 
 
 def forest_and_rows(kit: Kit, shape: str, precision: str) -> None:

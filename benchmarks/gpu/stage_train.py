@@ -11,8 +11,11 @@ from products import products
 from stage_parity import LOSS
 
 from ramify.extras.cluster import memory_estimates
-from ramify.extras.cluster.model_and_device_specs import ModelShape, model_shape_from_config
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.extras.cluster.model_and_device_specs import (
+    ModelParameterCounts,
+    model_shape_from_config,
+)
+from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.config import PolicySpec, Run, SftSpec
 from ramify.train.data.pack import pack
@@ -32,10 +35,10 @@ def measure(kit: Kit) -> None:
                 _step(kit, name, shape, recompute, label)
 
 
-def _step(kit: Kit, name: str, shape: ModelShape, recompute: bool, label: str) -> None:
+def _step(kit: Kit, name: str, shape: ModelParameterCounts, recompute: bool, label: str) -> None:
     rows = trees.group(4, 4 if kit.quick else 16, 64 if kit.quick else 1024)
     precision = "bf16" if kit.is_cuda else "fp32"
-    compute = ComputeSpec(
+    compute = TrainerComputeSpec(
         precision=precision,  # type: ignore[arg-type]
         recompute=recompute,
         max_tokens=4096 if kit.quick else 16_384,
@@ -69,7 +72,12 @@ def _step(kit: Kit, name: str, shape: ModelShape, recompute: bool, label: str) -
 
 
 def _memory(
-    kit: Kit, name: str, shape: ModelShape, compute: ComputeSpec, step: object, label: str
+    kit: Kit,
+    name: str,
+    shape: ModelParameterCounts,
+    compute: TrainerComputeSpec,
+    step: object,
+    label: str,
 ) -> None:
     if kit.sheet is None:
         raise Skipped("the plan needs the device's data sheet")
@@ -94,7 +102,7 @@ def _memory(
     )
 
 
-def _flops(shape: ModelShape, batches: list[Batch]) -> float:
+def _flops(shape: ModelParameterCounts, batches: list[Batch]) -> float:
     """FLOPs of forward and backward without recomputation."""
     tokens = trees.num_tokens(batches)
     entries = sum(len(batch.owners) for batch in batches)

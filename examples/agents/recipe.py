@@ -43,7 +43,7 @@ def run(name: str = "") -> train.Run:
     return train.Run(
         name=f"boxes-{name}",
         policy=train.PolicySpec(path="runs/small", slots=32),
-        task=train.AgentTask(
+        task=train.ExternalAgentTask(
             command=command(name),
             env=environment(name),
             items=str(HERE / "boxes.jsonl"),
@@ -57,6 +57,6 @@ def run(name: str = "") -> train.Run:
         ),
         limits=Limits(max_reply_tokens=24, max_seconds=600),
         evaluate=train.EvaluateSpec(num=1, final=()),
-        compute=train.ComputeSpec(precision="fp32"),
+        compute=train.TrainerComputeSpec(precision="fp32"),
         threads=1,
     )

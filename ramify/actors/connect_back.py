@@ -26,7 +26,7 @@ BEAT_S = 1.0
 """Seconds between the heartbeats that a process sends to show that it is still running."""
 
 
-class ConnectBackTicket(msgspec.Struct, frozen=True):
+class WorkerConnectInfo(msgspec.Struct, frozen=True):
     """The data that a new process needs to connect back to its run.
 
     It holds the run's address, the run's key and the name of the process.
@@ -49,13 +49,13 @@ class ConnectBackListener(ChannelListener):
 
         The ticket holds the run's address and key. The process then calls ``connect_back``.
         """
-        return encode(ConnectBackTicket(self.address, self.key, name))
+        return encode(WorkerConnectInfo(self.address, self.key, name))
 
 
-def read_ticket() -> ConnectBackTicket:
+def read_ticket() -> WorkerConnectInfo:
     """Read the ticket, which holds the run's address and key, from the standard input of this
     process."""
-    ticket: ConnectBackTicket = decode(sys.stdin.buffer.read(), ConnectBackTicket)
+    ticket: WorkerConnectInfo = decode(sys.stdin.buffer.read(), WorkerConnectInfo)
     return ticket
 
 

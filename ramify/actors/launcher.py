@@ -7,14 +7,14 @@ Processes run on this machine, or on other machines through Ray.
 
     LocalLauncher ──────────────────────────────────── ChildProcess
     RayLauncher ── NodeAgent, one per slot (an actor) ── ChildProcess
-                   └─ NodeAgentProcess, here ◀── asks ──┘
+                   └─ NodeProcessHandle, here ◀── asks ──┘
 
 ``train/placement/`` decides which process runs on which slot. How processes communicate, and which
 of them leads, does not depend on the launcher.
 
 A slot is the share of a machine that one process uses, or that several colocated processes share:
 
-    NodeResourceSlot("gpus", node=0, needs=SlotResources(gpus=1, cpus=8),
+    NodeResourceSlot("gpus", node=0, needs=HardwareResources(gpus=1, cpus=8),
                      members=(RoleInstanceId("trainer", 0), RoleInstanceId("inference", 0)))
 """
 
@@ -40,21 +40,21 @@ ALMOST = 1e-9
 """Tolerance when fractions of a GPU are added up: three times a third is one GPU."""
 
 
-class SlotResources(NamedTuple):
+class HardwareResources(NamedTuple):
     """The GPUs, CPUs and memory that a slot requires or that a node offers."""
 
     gpus: float = 0.0
     cpus: float = 0.0
     memory_gb: float = 0.0
 
-    def __add__(self, other: object) -> SlotResources:
-        assert isinstance(other, SlotResources)
-        return SlotResources(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: object) -> HardwareResources:
+        assert isinstance(other, HardwareResources)
+        return HardwareResources(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def subtract(self, other: SlotResources) -> SlotResources:
-        return SlotResources(*(a - b for a, b in zip(self, other, strict=True)))
+    def subtract(self, other: HardwareResources) -> HardwareResources:
+        return HardwareResources(*(a - b for a, b in zip(self, other, strict=True)))
 
-    def fits_in(self, available: SlotResources) -> bool:
+    def fits_in(self, available: HardwareResources) -> bool:
         return all(a <= b + ALMOST for a, b in zip(self, available, strict=True))
 
 
@@ -74,7 +74,7 @@ class NodeResourceSlot(msgspec.Struct, frozen=True):
     """Name of the node pool; empty if the placement declares no pools."""
     node: int
     """Index of the node in its pool."""
-    needs: SlotResources
+    needs: HardwareResources
     members: tuple[RoleInstanceId, ...]
     offsets: tuple[float, ...] = ()
     """Index of each member's first GPU within the slot. If empty, all members use all GPUs."""
@@ -273,7 +273,7 @@ class NodeAgent:
         end_all(self._children.values(), _END_S)
 
 
-class NodeAgentProcess:
+class NodeProcessHandle:
     """A handle to a process that a node agent runs, perhaps on another machine.
 
     Implements ``ProcessHandle``.

@@ -43,7 +43,7 @@ _RESTORED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 example, starts its background jobs with SIGINT and SIGQUIT ignored."""
 
 
-class ProcessGuard:
+class ProcessTreeGuard:
     """Starts a command, and watches it and its descendants until all have exited."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -324,4 +324,4 @@ def _read(size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    ProcessGuard(marshal.loads(_read(int.from_bytes(_read(4), "little")))).run_until_all_exit()
+    ProcessTreeGuard(marshal.loads(_read(int.from_bytes(_read(4), "little")))).run_until_all_exit()

@@ -35,15 +35,15 @@ from ramify.actors.child_process import ProcessHandle, wait_then_kill
 from ramify.actors.message_encoding import decode, encode
 from ramify.actors.rank_monitor import (
     GRACE_S,
-    AbortRankRequest,
+    ExitRankRequest,
     HeartbeatEcho,
+    NonfatalRankError,
     RankConnection,
     RankMethodResult,
     RankMonitor,
     RankProgress,
     RankStackTrace,
-    RecoverableRankError,
-    StackTraceRequest,
+    RankStackTraceRequest,
     WatchRequest,
 )
 from ramify.actors.run_channel import AuthenticatedChannel
@@ -212,7 +212,7 @@ def _run_called_method(own: Any, call: RankMethodCall) -> RankMethodResult:
     ended = _carried_out(own, call.verb, arguments)
     if ended.error is not None:
         return RankMethodResult(
-            error=RecoverableRankError(type(ended.error).__name__, str(ended.error))
+            error=NonfatalRankError(type(ended.error).__name__, str(ended.error))
         )
     return RankMethodResult(value=msgspec.Raw(encode(ended.value)))
 
@@ -284,9 +284,9 @@ def _answer_watch_requests(
                     _exit_rank(rank, f"no message from rank 0 for {timeout_s:g} s")
                 continue
             request: WatchRequest = watch.receive(WatchRequest)
-            if isinstance(request, AbortRankRequest):
+            if isinstance(request, ExitRankRequest):
                 _exit_rank(rank, request.reason)
-            asks_stack = isinstance(request, StackTraceRequest)
+            asks_stack = isinstance(request, RankStackTraceRequest)
             watch.send(
                 RankStackTrace(pulse.stack_trace()) if asks_stack else HeartbeatEcho(pulse.count)
             )

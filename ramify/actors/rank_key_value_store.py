@@ -48,7 +48,7 @@ class WaitForKeysRequest(msgspec.Struct, tag=True, frozen=True):
     timeout_s: float
 
 
-class CheckKeysRequest(msgspec.Struct, tag=True, frozen=True):
+class KeysExistRequest(msgspec.Struct, tag=True, frozen=True):
     """A request to check, without waiting, whether the store has all of the given keys."""
 
     keys: list[str]
@@ -80,7 +80,7 @@ StoreRequest = (
     KeyValueSetRequest
     | KeyValueGetRequest
     | WaitForKeysRequest
-    | CheckKeysRequest
+    | KeysExistRequest
     | IncrementKeyRequest
     | CompareAndSetRequest
     | KeyValueDeleteRequest
@@ -149,7 +149,7 @@ class KeyValueStoreServer:
                     return KeyValueStoreReply(value=bytes(store.get(request.key)))
                 case WaitForKeysRequest():
                     return self._await_keys(request, channel)
-                case CheckKeysRequest():
+                case KeysExistRequest():
                     return KeyValueStoreReply(number=int(store.check(request.keys)))
                 case IncrementKeyRequest():
                     return KeyValueStoreReply(number=store.add(request.key, request.amount))
@@ -211,7 +211,7 @@ class KeyValueStoreClient(dist.Store):  # type: ignore[name-defined, misc]
         self._ask(WaitForKeysRequest(list(keys), seconds))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(CheckKeysRequest(list(keys))).number)
+        return bool(self._ask(KeysExistRequest(list(keys))).number)
 
     def add(self, key: str, amount: int) -> int:
         return self._ask(IncrementKeyRequest(key, amount)).number

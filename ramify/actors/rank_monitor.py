@@ -78,7 +78,7 @@ class RankConnection(NamedTuple):
     """Host and process id, for error messages."""
 
 
-class RecoverableRankError(msgspec.Struct, frozen=True):
+class NonfatalRankError(msgspec.Struct, frozen=True):
     """An error in a method call after which the group can still run more methods."""
 
     kind: str
@@ -91,7 +91,7 @@ class RankMethodResult(msgspec.Struct, frozen=True):
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     """Result, encoded as the method's return type."""
-    error: RecoverableRankError | None = None
+    error: NonfatalRankError | None = None
     broke: str = ""
     """Text of a fatal error; empty if there is none."""
 
@@ -100,11 +100,11 @@ class Ping(msgspec.Struct, tag=True, frozen=True):
     """A message with which rank 0 asks another rank for its heartbeat count."""
 
 
-class StackTraceRequest(msgspec.Struct, tag="StackRequest", frozen=True):
+class RankStackTraceRequest(msgspec.Struct, tag="StackRequest", frozen=True):
     """A message in which rank 0 asks another rank for its stack trace."""
 
 
-class AbortRankRequest(msgspec.Struct, tag=True, frozen=True):
+class ExitRankRequest(msgspec.Struct, tag=True, frozen=True):
     """A message in which rank 0 orders another rank to exit at once."""
 
     reason: str
@@ -118,7 +118,7 @@ class RankStackTrace(msgspec.Struct, tag="RankStack", frozen=True):
     text: str
 
 
-WatchRequest = Ping | StackTraceRequest | AbortRankRequest
+WatchRequest = Ping | RankStackTraceRequest | ExitRankRequest
 WatchAnswer = HeartbeatEcho | RankStackTrace
 
 
@@ -285,7 +285,7 @@ class RankMonitor:
         Stopped processes are skipped, because they cannot reply.
         """
         for link in self._connections:
-            self._send(link, StackTraceRequest())
+            self._send(link, RankStackTraceRequest())
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until and any(
             self._may_answer(link.rank) for link in self._connections
@@ -356,7 +356,7 @@ class RankMonitor:
                 return
             self._reason = reason
         for link in self._connections:
-            self._send(link, AbortRankRequest(reason))
+            self._send(link, ExitRankRequest(reason))
         for process in self._processes:
             process.end(0.0)
         for link in self._connections:

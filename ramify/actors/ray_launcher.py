@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from ramify.actors.launcher import (
+    HardwareResources,
     NodeAgent,
-    NodeAgentProcess,
+    NodeProcessHandle,
     NodeResourceSlot,
     RoleInstanceId,
-    SlotResources,
     start_error,
 )
 from ramify.actors.ray_cluster import RayClusterConnection, import_ray
@@ -87,7 +87,7 @@ class RayLauncher:
         if not self._cluster.address:
             check_bundles_fit(
                 group_slots_by_node(self._placement_slots),
-                [SlotResources(num_gpus, os.cpu_count() or 1, float("inf"))],
+                [HardwareResources(num_gpus, os.cpu_count() or 1, float("inf"))],
                 "this machine",
             )
         try:
@@ -108,7 +108,7 @@ class RayLauncher:
         environment: Mapping[str, str],
         log: Path,
         stdin: bytes = b"",
-    ) -> NodeAgentProcess:
+    ) -> NodeProcessHandle:
         """Start a process on its slot.
 
         The node agent that controls the slot starts the command. Raises ConfigError if the process
@@ -131,7 +131,7 @@ class RayLauncher:
         if isinstance(started, str):
             raise start_error(member, f" on {location['host']}", started)
         is_here = location["address"] == self._own
-        return NodeAgentProcess(ask, name, started, location["host"], is_here=is_here)
+        return NodeProcessHandle(ask, name, started, location["host"], is_here=is_here)
 
     @property
     def address(self) -> str:
@@ -219,10 +219,12 @@ class RayLauncher:
 
     # --- cluster and slots
 
-    def _nodes(self) -> list[SlotResources]:
+    def _nodes(self) -> list[HardwareResources]:
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         return [
-            SlotResources(node.get("GPU", 0.0), node.get("CPU", 0.0), node.get("memory", 0.0) / 1e9)
+            HardwareResources(
+                node.get("GPU", 0.0), node.get("CPU", 0.0), node.get("memory", 0.0) / 1e9
+            )
             for node in alive
         ]
 
@@ -322,24 +324,24 @@ class RayLauncher:
 
 def group_slots_by_node(
     placement_slots: Sequence[NodeResourceSlot],
-) -> dict[str, list[tuple[SlotResources, list[int]]]]:
+) -> dict[str, list[tuple[HardwareResources, list[int]]]]:
     """Group slots into one resource bundle per node, keyed by node pool.
 
     Returns the total resources to reserve on each node, and the indices of its slots. A slot
     without a pool counts as a separate node.
     """
-    by_pool: dict[str, dict[int, tuple[SlotResources, list[int]]]] = {}
+    by_pool: dict[str, dict[int, tuple[HardwareResources, list[int]]]] = {}
     for index, placement_slot in enumerate(placement_slots):
         nodes = by_pool.setdefault(placement_slot.pool, {})
         node = placement_slot.node if placement_slot.pool else index
-        needs, members = nodes.get(node, (SlotResources(), []))
+        needs, members = nodes.get(node, (HardwareResources(), []))
         nodes[node] = (needs + placement_slot.needs, [*members, index])
     return {pool: list(nodes.values()) for pool, nodes in by_pool.items()}
 
 
 def check_bundles_fit(
-    requested: Mapping[str, Sequence[tuple[SlotResources, object]]],
-    nodes: Sequence[SlotResources],
+    requested: Mapping[str, Sequence[tuple[HardwareResources, object]]],
+    nodes: Sequence[HardwareResources],
     where: str,
 ) -> None:
     """Raise ConfigError if the requested resources do not fit on the given nodes.
@@ -366,6 +368,6 @@ def check_bundles_fit(
             )
 
 
-def _resources(needs: SlotResources) -> dict[str, float]:
+def _resources(needs: HardwareResources) -> dict[str, float]:
     amounts = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": needs.memory_gb * 1e9}
     return {name: value for name, value in amounts.items() if value} or {"CPU": 0.01}

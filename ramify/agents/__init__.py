@@ -1,6 +1,6 @@
 """Train and evaluate agents that were written for other systems, without changing them.
 
-    item ──▶ AgentTask ──▶ a command or a function, with a base URL and its own key
+    item ──▶ ExternalAgentTask ──▶ a command or a function, with a base URL and its own key
                                │ sends its usual HTTP requests to models
                                ▼
                            AgentModelServer ──▶ the rollout's tree of calls

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ramify.agents.agent_job import (
-    AgentJob,
+    AgentRolloutInput,
     create_rollout_folder,
     hide_answer_fields,
     remove_folder,
@@ -35,7 +35,7 @@ from ramify.errors import RamifyError
 from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServer
 from ramify.secret_redaction import MARK
 from ramify.tasks.base import Item
-from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
+from ramify.types.agent_outcome import AGENT_RECORD, AgentExitReason
 
 _QUOTED = 400
 """Maximum number of characters of stderr that an error quotes."""
@@ -73,7 +73,7 @@ class RunningAgent(Protocol):
         ...
 
 
-StartAgent = Callable[[AgentJob], Awaitable[RunningAgent]]
+StartAgent = Callable[[AgentRolloutInput], Awaitable[RunningAgent]]
 """Function that starts the agent of one rollout. Raises RamifyError if that fails."""
 
 
@@ -121,7 +121,7 @@ class AgentAttempt:
                 agent = await self._start(job)
             except RamifyError as error:
                 raise RamifyError(f"{self._where}: {error}") from None
-            outcome, place = AgentOutcome.CANCELLED, ""
+            outcome, place = AgentExitReason.CANCELLED, ""
             try:
                 outcome = await self._await_outcome(agent, seat)
                 place = agent.current_code_position()
@@ -136,8 +136,8 @@ class AgentAttempt:
                     num_requests=seat.num_requests,
                     num_left=agent.num_left,
                 )
-        is_scored = outcome is AgentOutcome.ENDED or (
-            outcome is AgentOutcome.CRASHED and self._limits.scores_crashes
+        is_scored = outcome is AgentExitReason.ENDED or (
+            outcome is AgentExitReason.CRASHED and self._limits.scores_crashes
         )
         if not is_scored:
             raise RamifyError(f"{self._where}: {self._reason(self._record, seat, place)}")
@@ -157,9 +157,9 @@ class AgentAttempt:
             return {}
         return {AGENT_RECORD: msgspec.to_builtins(self._record)}
 
-    def _create_job(self, endpoint: AgentModelServer, key: str, folder: Path) -> AgentJob:
+    def _create_job(self, endpoint: AgentModelServer, key: str, folder: Path) -> AgentRolloutInput:
         base_url = endpoint.url()
-        return AgentJob(
+        return AgentRolloutInput(
             item=hide_answer_fields(self._item),
             item_file=write_item_file(self._item, folder),
             folder=folder / "work",
@@ -168,40 +168,40 @@ class AgentAttempt:
             api_key=key,
         )
 
-    async def _await_outcome(self, agent: RunningAgent, seat: AgentModelAccess) -> AgentOutcome:
+    async def _await_outcome(self, agent: RunningAgent, seat: AgentModelAccess) -> AgentExitReason:
         """Wait until the agent ends or reaches a time limit, and return how its rollout ended."""
         limits = self._limits
         first_s = min(limits.first_request_s, limits.max_seconds)
         await asyncio.wait([agent.ended], timeout=first_s)
         if not agent.ended.done() and not seat.num_requests:
-            return AgentOutcome.NEVER_CALLED
+            return AgentExitReason.NEVER_CALLED
         await asyncio.wait([agent.ended], timeout=limits.max_seconds - first_s)
         if not agent.ended.done():
-            return AgentOutcome.HUNG
+            return AgentExitReason.HUNG
         if agent.exit_code != 0:
-            return AgentOutcome.CRASHED
+            return AgentExitReason.CRASHED
         if not seat.num_requests:
-            return AgentOutcome.NEVER_CALLED
-        return AgentOutcome.OUTLIVED if agent.num_left else AgentOutcome.ENDED
+            return AgentExitReason.NEVER_CALLED
+        return AgentExitReason.OUTLIVED if agent.num_left else AgentExitReason.ENDED
 
     def _reason(self, record: AgentExitRecord, seat: AgentModelAccess, place: str) -> str:
         limits = self._limits
         match record.outcome:
-            case AgentOutcome.CRASHED:
+            case AgentExitReason.CRASHED:
                 code = record.exit_code or 0
                 how = (
                     f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
                 )
                 text = f"the agent crashed: it {how}"
-            case AgentOutcome.HUNG:
+            case AgentExitReason.HUNG:
                 text = f"the agent hung: it was stopped after {limits.max_seconds:g} s{place}"
-            case AgentOutcome.NEVER_CALLED if record.exit_code is None:
+            case AgentExitReason.NEVER_CALLED if record.exit_code is None:
                 text = (
                     f"the agent never called its address within {limits.first_request_s:g} s"
                     f"{place}, and was stopped: let it use OPENAI_BASE_URL or ANTHROPIC_BASE_URL, "
                     "or raise first_request_s"
                 )
-            case AgentOutcome.NEVER_CALLED:
+            case AgentExitReason.NEVER_CALLED:
                 text = (
                     "the agent ended without calling its address: let it use OPENAI_BASE_URL or "
                     "ANTHROPIC_BASE_URL"

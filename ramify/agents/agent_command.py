@@ -39,7 +39,7 @@ from ramify.actors.command_template import (
 )
 from ramify.actors.output_pipe import OutputPipe
 from ramify.agents.agent_container import AgentContainer
-from ramify.agents.agent_job import AgentJob
+from ramify.agents.agent_job import AgentRolloutInput
 from ramify.agents.agent_result import MAX_OUTPUT_CHARS, output_tail
 from ramify.engine.event_loop_thread import run_in_thread
 from ramify.errors import ConfigError, RamifyError
@@ -84,15 +84,15 @@ class AgentCommandTemplate:
         """Container in which the command runs; None if it runs on this machine."""
         self._shell = command if shell and isinstance(command, str) else ""
         if shell and not self._shell:
-            raise ConfigError("AgentTask: shell=True needs the command as one string")
-        words = split_command(command, PLACEHOLDERS, "AgentTask")
+            raise ConfigError("ExternalAgentTask: shell=True needs the command as one string")
+        words = split_command(command, PLACEHOLDERS, "ExternalAgentTask")
         self._words = [word if container else absolute_path_if_file(word) for word in words]
         if container:
             self.container = AgentContainer(container)
         elif not shell:
-            check_program_installed(self._words[0], "AgentTask")
+            check_program_installed(self._words[0], "ExternalAgentTask")
 
-    def fill_placeholders(self, job: AgentJob) -> list[str]:
+    def fill_placeholders(self, job: AgentRolloutInput) -> list[str]:
         """Fill in the placeholders for one rollout, and return the command as a list of words.
 
         In a container, ``{python}`` is the container's ``python3``.
@@ -116,7 +116,7 @@ class AgentCommandTemplate:
             return ["/bin/sh", "-c", self._shell.format_map(quoted)]
         return fill_placeholders(self._words, values)
 
-    def cleanup_command(self, job: AgentJob) -> list[str]:
+    def cleanup_command(self, job: AgentRolloutInput) -> list[str]:
         """Return the command that cleans up after an agent that was stopped early.
 
         It may, for example, remove the agent's container. Returns an empty list if there is nothing
@@ -136,16 +136,17 @@ def parse_task_environment(names: Sequence[str]) -> dict[str, str]:
     for each in names:
         name, sign, value = each.partition("=")
         if not name or "\0" in each:
-            raise ConfigError(f"AgentTask: env: {each!r:.100} is not NAME or NAME=value")
+            raise ConfigError(f"ExternalAgentTask: env: {each!r:.100} is not NAME or NAME=value")
         if not sign and name not in os.environ:
             raise ConfigError(
-                f"AgentTask: env: the variable {name} is not set here: set it, or give {name}=…"
+                f"ExternalAgentTask: env: the variable {name} is not set here: set it, or give "
+                f"{name}=…"
             )
         environment[name] = value if sign else os.environ[name]
     return environment
 
 
-def build_agent_environment(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
+def build_agent_environment(job: AgentRolloutInput, names: Sequence[str]) -> dict[str, str]:
     """Return the environment variables to set for an agent, such as its model URLs and API key.
 
     They include the variables that the agent's task names.
@@ -160,7 +161,7 @@ def build_agent_environment(job: AgentJob, names: Sequence[str]) -> dict[str, st
 
 
 async def start_command(
-    template: AgentCommandTemplate, job: AgentJob, names: Sequence[str]
+    template: AgentCommandTemplate, job: AgentRolloutInput, names: Sequence[str]
 ) -> AgentProcess:
     """Start an agent's command for one rollout, and return the running agent.
 

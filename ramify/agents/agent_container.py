@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 
-from ramify.agents.agent_job import AgentJob
+from ramify.agents.agent_job import AgentRolloutInput
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SANDBOXES
 
@@ -36,19 +36,19 @@ class AgentContainer:
         """
         if image in SANDBOXES.ours:
             raise ConfigError(
-                f"AgentTask: container={image!r} is a sandbox for sessions without network, but "
-                "an agent must reach its endpoint: give the name of an image, or leave container "
-                "out"
+                f"ExternalAgentTask: container={image!r} is a sandbox for sessions without "
+                "network, but an agent must reach its endpoint: give the name of an image, or "
+                "leave container out"
             )
         if shutil.which(_PROGRAM) is None:
             raise ConfigError(
-                f"AgentTask: container={image!r} needs the program {_PROGRAM}, which is not here: "
-                "install it, or leave container out"
+                f"ExternalAgentTask: container={image!r} needs the program {_PROGRAM}, which is "
+                "not here: install it, or leave container out"
             )
         self._image = image
 
     def docker_run_command(
-        self, command: Sequence[str], job: AgentJob, names: Iterable[str]
+        self, command: Sequence[str], job: AgentRolloutInput, names: Iterable[str]
     ) -> list[str]:
         """Return the words of the ``docker run`` command for an agent's command.
 
@@ -63,11 +63,11 @@ class AgentContainer:
             *(self._image, *command),
         ]
 
-    def docker_remove_command(self, job: AgentJob) -> list[str]:
+    def docker_remove_command(self, job: AgentRolloutInput) -> list[str]:
         """Return the ``docker rm`` command that removes the container of a rollout."""
         return [_PROGRAM, "rm", "--force", _name(job)]
 
 
-def _name(job: AgentJob) -> str:
+def _name(job: AgentRolloutInput) -> str:
     """Return the name of a rollout's container: the unique name of the rollout's folder."""
     return job.folder.parent.name

@@ -22,11 +22,11 @@ from ramify.evaluate.agent_model_server import MODEL
 from ramify.tasks.base import Item
 
 
-class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
+class AgentRolloutInput(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of one rollout of an agent: a task item, a folder, and access to models.
 
     Example:
-        def agent(job: AgentJob) -> str:
+        def agent(job: AgentRolloutInput) -> str:
             client = openai.OpenAI(base_url=job.base_url, api_key=job.api_key)
             messages = [{"role": "user", "content": job.item.question}]
             reply = client.chat.completions.create(model=job.model, messages=messages)

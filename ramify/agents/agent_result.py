@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ramify.tasks.base import Item
-from ramify.types.agent_outcome import AgentOutcome
+from ramify.types.agent_outcome import AgentExitReason
 from ramify.types.trajectory import Trajectory
 
 MAX_OUTPUT_CHARS = 1 << 16
@@ -21,7 +21,7 @@ class AgentExitRecord(msgspec.Struct, kw_only=True):
     It is stored in ``Trajectory.metadata``.
     """
 
-    outcome: AgentOutcome
+    outcome: AgentExitReason
     exit_code: int | None = None
     """Exit code of the process, negative for a signal. A function has 0, or 1 after an exception.
     None if the agent was stopped."""

@@ -4,7 +4,7 @@ The agent may have been written for another system.
 
     train.Run(
         policy=…,
-        task=train.AgentTask(
+        task=train.ExternalAgentTask(
             command="{python} my_agent.py {item_file}",
             items="questions.jsonl",
             reward="score.py:score",
@@ -40,7 +40,7 @@ from ramify.agents.agent_attempt import (
     StartAgent,
 )
 from ramify.agents.agent_command import AgentCommandTemplate, parse_task_environment, start_command
-from ramify.agents.agent_job import AgentJob, remove_folder
+from ramify.agents.agent_job import AgentRolloutInput, remove_folder
 from ramify.agents.agent_result import AgentExitRecord, AgentRun
 from ramify.agents.run_function_agent import AgentFunctionRun
 from ramify.errors import ConfigError, RamifyError
@@ -49,9 +49,9 @@ from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.base import (
     DATA_SUFFIXES,
     Item,
+    RolloutInitialState,
     Score,
     Task,
-    TaskStart,
     Worth,
     as_score,
     task_of,
@@ -67,7 +67,7 @@ _TOTAL = "correct"
 """Name under which a reward that is a single number is reported."""
 
 
-class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+class ExternalAgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """A task that is solved by an external agent, which is a command or a Python function.
 
     The agent may have been written for another system. The agent reads its item, asks models at the
@@ -75,7 +75,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     files and tree of calls.
 
     Example:
-        train.AgentTask(agent=solve, items="questions.jsonl", reward="exact")
+        train.ExternalAgentTask(agent=solve, items="questions.jsonl", reward="exact")
     """
 
     name: str = "agent"
@@ -90,8 +90,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     """Additional environment variables of the command. Each is ``NAME=value``, or a name whose
     value is taken from the trainer's environment."""
     agent: Any = None
-    """The agent as a function, sync or async, that takes an ``AgentJob`` and returns the answer.
-    Alternatively the function's import location, ``file.py:name``."""
+    """The agent as a function, sync or async, that takes an ``AgentRolloutInput`` and returns the
+    answer. Alternatively the function's import location, ``file.py:name``."""
     container: str = ""
     """Docker image in which the command runs, with the agent's folder mounted. If empty, the
     command runs on this machine as a plain process."""
@@ -120,36 +120,39 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     def __post_init__(self) -> None:
         if self.options:
             raise ConfigError(
-                f"AgentTask: options={self.options!r:.80}: give them as fields of the task"
+                f"ExternalAgentTask: options={self.options!r:.80}: give them as fields of the task"
             )
         if not self.command and self.agent is None:
             raise ConfigError(
-                "AgentTask has no agent: give command='program {item_file}', or agent=a function"
+                "ExternalAgentTask has no agent: give command='program {item_file}', or agent=a "
+                "function"
             )
         if self.command and self.agent is not None:
-            raise ConfigError("AgentTask has both command and agent: give only one")
+            raise ConfigError("ExternalAgentTask has both command and agent: give only one")
         if not self.command and (self.container or self.shell or self.env):
             raise ConfigError(
-                "AgentTask: container, shell and env apply only to command: give command, or "
-                "remove them"
+                "ExternalAgentTask: container, shell and env apply only to command: give command, "
+                "or remove them"
             )
         if not self.reward:
             raise ConfigError(
-                "AgentTask has no reward: give a function of an AgentRun, file.py:name, or the "
-                "name of a score, such as 'exact'"
+                "ExternalAgentTask has no reward: give a function of an AgentRun, file.py:name, or "
+                "the name of a score, such as 'exact'"
             )
         if isinstance(self.items, str | Mapping | Sequence) and not self.items:
             raise ConfigError(
-                "AgentTask has no items: give a file of rows (.jsonl, .parquet), a list of rows, "
-                "or the name of a task"
+                "ExternalAgentTask has no items: give a file of rows (.jsonl, .parquet), a list of "
+                "rows, or the name of a task"
             )
         for field in ("max_seconds", "first_request_s"):
             value = getattr(self, field)
             if not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f"AgentTask: {field}={value!r:.80} must be a number above 0")
+                raise ConfigError(
+                    f"ExternalAgentTask: {field}={value!r:.80} must be a number above 0"
+                )
         if isinstance(self.env, str):
             raise ConfigError(
-                f"AgentTask: env={self.env!r:.80}: give a list of names, {[self.env]}"
+                f"ExternalAgentTask: env={self.env!r:.80}: give a list of names, {[self.env]}"
             )
         _ = self._start, self._reward
         msgspec.structs.force_setattr(self, "options", self._options())
@@ -183,14 +186,14 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
             return task_of(items, **options).splits
         return dataset(items, **{"reward": _raise_unscorable, "name": self.name, **options}).splits
 
-    async def prepare(self, item: Item) -> TaskStart:
+    async def prepare(self, item: Item) -> RolloutInitialState:
         limits = AgentTimeLimits(
             max_seconds=self.max_seconds,
             first_request_s=self.first_request_s,
             scores_crashes=self.scores_crashes,
         )
         attempt = AgentAttempt(f"task '{self.name}', item {item.id}", item, self._start, limits)
-        return TaskStart(conduct=attempt.run, on_end=attempt.trajectory_metadata)
+        return RolloutInitialState(conduct=attempt.run, on_end=attempt.trajectory_metadata)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         found = trajectory.metadata.get(AGENT_RECORD)
@@ -247,16 +250,16 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
             parse_task_environment(self.env)
 
-            async def start_process(job: AgentJob) -> RunningAgent:
+            async def start_process(job: AgentRolloutInput) -> RunningAgent:
                 return await start_command(template, job, self.env)
 
             return start_process
         function = self.agent
         if isinstance(function, str):
             function = load_object(function, f"agent '{function}'")
-        _check_call("agent", function, "an AgentJob")
+        _check_call("agent", function, "an AgentRolloutInput")
 
-        async def start(job: AgentJob) -> RunningAgent:
+        async def start(job: AgentRolloutInput) -> RunningAgent:
             return AgentFunctionRun(function, job)
 
         return start
@@ -286,14 +289,15 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
 
 def _raise_unscorable(answer: Any, item: Item) -> float:
-    """Raise RamifyError, because only the reward of the item's ``AgentTask`` can score the answer.
+    """Raise RamifyError, because only the reward of the item's ``ExternalAgentTask`` can score the
+    answer.
 
     Items that are read from a file have this function as their scorer, because only the reward of
-    the ``AgentTask`` can score them.
+    the ``ExternalAgentTask`` can score them.
     """
     raise RamifyError(
-        f"item {item.id}: only the reward of its AgentTask can score it: evaluate or train that "
-        "task"
+        f"item {item.id}: only the reward of its ExternalAgentTask can score it: evaluate or train "
+        "that task"
     )
 
 
@@ -303,19 +307,20 @@ def _check_call(field: str, function: Any, argument: str) -> None:
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function):
         raise ConfigError(
-            f"AgentTask: {field} is a {type(function).__name__}; give a function of {argument}, or "
-            "file.py:name"
+            f"ExternalAgentTask: {field} is a {type(function).__name__}; give a function of "
+            f"{argument}, or file.py:name"
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(
-            f"AgentTask: {field} {name} is a generator: return the result instead of yielding it"
+            f"ExternalAgentTask: {field} {name} is a generator: return the result instead of "
+            "yielding it"
         )
     try:
         inspect.signature(function).bind(None)
     except TypeError:
         raise ConfigError(
-            f"AgentTask: {field} {name}{inspect.signature(function)} cannot be called with one "
-            f"argument, {argument}"
+            f"ExternalAgentTask: {field} {name}{inspect.signature(function)} cannot be called with "
+            f"one argument, {argument}"
         ) from None
     except ValueError:  # a function in C
         return

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ramify.agents.agent_job import AgentJob
+from ramify.agents.agent_job import AgentRolloutInput
 from ramify.agents.agent_result import output_tail
 from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.stoppable_thread import StoppableThread, ThreadStoppedError
@@ -24,7 +24,7 @@ _END_S = 1.0
 """Seconds that a cancelled async function may take to end."""
 
 
-def _call_function(function: Callable[[AgentJob], Any], job: AgentJob) -> Any:
+def _call_function(function: Callable[[AgentRolloutInput], Any], job: AgentRolloutInput) -> Any:
     """Call an agent's function and return its result.
 
     If the function returns a coroutine, the coroutine is first run to completion.
@@ -37,7 +37,9 @@ class AgentFunctionRun:
     """An agent that runs as a Python function in this process, for one rollout; implements
     ``RunningAgent``."""
 
-    def __init__(self, function: Callable[[AgentJob], Any], job: AgentJob) -> None:
+    def __init__(
+        self, function: Callable[[AgentRolloutInput], Any], job: AgentRolloutInput
+    ) -> None:
         """Start the function: in a task if it is async, otherwise in a thread."""
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()

@@ -21,7 +21,7 @@ TwoFormSwitch = argparse.BooleanOptionalAction
 """Action of a switch that has two forms, such as ``--cite`` and ``--no-cite``."""
 
 
-class CountedSwitch(argparse.BooleanOptionalAction):
+class RepeatableVerboseFlag(argparse.BooleanOptionalAction):
     """A ``--verbose`` switch that can be repeated.
 
     Once, it prints the command's own messages. Repeated, it also makes the log more verbose.
@@ -39,7 +39,7 @@ class CountedSwitch(argparse.BooleanOptionalAction):
         namespace.verbosity = namespace.verbosity + 1 if is_on else 0
 
 
-class CommandParser(argparse.ArgumentParser):
+class RaisingArgumentParser(argparse.ArgumentParser):
     """An argument parser that reports errors through a function instead of exiting the process."""
 
     def __init__(self, *, fail: Callable[[str], NoReturn], **settings: Any) -> None:

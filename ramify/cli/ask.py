@@ -450,7 +450,7 @@ def _ask(
             direct=settings.get("direct") is not False,
             mode=mode,
         )
-        asked = ask_runner.AskRequest(question, loaded, options)
+        asked = ask_runner.QuestionRunRequest(question, loaded, options)
         return ask_runner.run(rlm, asked, screen, as_json=bool(settings.get("json")))
 
 

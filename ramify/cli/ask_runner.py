@@ -51,7 +51,7 @@ Start = Callable[[Callable[[AnyEvent], None]], RunHandle]
 """Function that starts a run. It takes a callback, which receives the run's events."""
 
 
-class AskRequest(msgspec.Struct, frozen=True):
+class QuestionRunRequest(msgspec.Struct, frozen=True):
     """A question for a model, its loaded sources and the options of its run."""
 
     question: str
@@ -66,7 +66,7 @@ class AskRequest(msgspec.Struct, frozen=True):
         return rlm.start(prompt, query, self.options, on_event=on_event)
 
 
-def run(rlm: RLM, asked: AskRequest, screen: ProgressDisplay, *, as_json: bool) -> ExitCode:
+def run(rlm: RLM, asked: QuestionRunRequest, screen: ProgressDisplay, *, as_json: bool) -> ExitCode:
     return _run_and_report(
         lambda on_event: asked.start(rlm, on_event),
         rlm,

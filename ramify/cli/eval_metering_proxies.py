@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
     from ramify.evaluate.evaluation_matrix import EvalMatrixCell, EvalMatrixPlan
     from ramify.evaluate.run_evaluation import AttemptRunner, RlmAttemptRunner
-    from ramify.evaluate.systems.base import PerItemBudget
+    from ramify.evaluate.systems.base import TaskItemBudget
     from ramify.serve.metering_proxy import MeteringProxy
 
 _NOT_METERED = {
@@ -107,12 +107,12 @@ async def open_meters(
         yield EvalMatrixMeteringProxies(meters)
 
 
-def _budget_of(rlm: RLM, meter: MeteringProxy) -> PerItemBudget:
+def _budget_of(rlm: RLM, meter: MeteringProxy) -> TaskItemBudget:
     """Return the budget that each compared system gets, equal to the limits of Ramify's own
     runs."""
     from ramify.engine.limits import DEFAULT_MAX_COST
-    from ramify.evaluate.systems.base import PerItemBudget
+    from ramify.evaluate.systems.base import TaskItemBudget
 
     limits, is_priced = rlm.limits, meter.upstream_client.price is not None
     dollars = limits.max_cost or DEFAULT_MAX_COST
-    return PerItemBudget(limits.max_calls, limits.max_tokens, dollars if is_priced else None)
+    return TaskItemBudget(limits.max_calls, limits.max_tokens, dollars if is_priced else None)

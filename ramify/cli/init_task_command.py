@@ -39,7 +39,7 @@ def make(rng):
 
 
 def NAME():
-    return tasks.SimpleTask("NAME", tasks.generated("NAME", make), tasks.numeric)
+    return tasks.DatasetTask("NAME", tasks.generated("NAME", make), tasks.numeric)
 
 
 def expert(messages):

@@ -41,12 +41,12 @@ from ramify.terminal_sanitizer import strip_control_characters
 from ramify.types.call_tree import CallTree
 from ramify.types.event import (
     AnyEvent,
-    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
     NoteAdded,
     ReplyReceived,
+    RequestAttemptFailed,
     RequestStarted,
     RunStarted,
 )
@@ -141,7 +141,7 @@ class CallTreeRowBuilder:
                 tally.done += not call.has_failed
             case NoteAdded():
                 self.notice = event.text
-            case AttemptFailed():
+            case RequestAttemptFailed():
                 self.notice = event.error
             case RunStarted():
                 self._replies_are_code = bool(event.config.get("scaffold", {}).get("raw_code"))

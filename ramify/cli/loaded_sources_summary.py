@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from ramify.cli.terminal_text import format_size
 from ramify.format_quantities import pluralize
-from ramify.sources.loaded_sources import LoadedContext, LoadedSourceItem
+from ramify.sources.loaded_sources import LoadedContext, LoadedSourceInfo
 from ramify.terminal_sanitizer import strip_control_characters
 
 MAX_ROWS = 12
@@ -37,7 +37,7 @@ def source_table(loaded: LoadedContext) -> list[str]:
     if len(items) <= MAX_ROWS:
         rows = [_row(item) for item in items]
     else:
-        groups: dict[tuple[str, str], list[LoadedSourceItem]] = {}
+        groups: dict[tuple[str, str], list[LoadedSourceInfo]] = {}
         for item in items:
             stem, _, suffix = item.name.rpartition("/")[2].rpartition(".")
             groups.setdefault((f".{suffix}" if stem else "other", item.kind), []).append(item)
@@ -53,7 +53,7 @@ def source_table(loaded: LoadedContext) -> list[str]:
     return [*_align_columns([_HEAD, *rows]), *loaded.warnings()]
 
 
-def _row(item: LoadedSourceItem) -> tuple[str, ...]:
+def _row(item: LoadedSourceInfo) -> tuple[str, ...]:
     name = (
         item.name if len(item.name) <= _MAX_NAME_CHARS else f"…{item.name[1 - _MAX_NAME_CHARS :]}"
     )
@@ -61,7 +61,7 @@ def _row(item: LoadedSourceItem) -> tuple[str, ...]:
     return name, item.kind, format_size(item.num_bytes), contents
 
 
-def _total_cells(name: str, kind: str, items: Sequence[LoadedSourceItem]) -> tuple[str, ...]:
+def _total_cells(name: str, kind: str, items: Sequence[LoadedSourceInfo]) -> tuple[str, ...]:
     chars = pluralize(sum(item.chars for item in items), "character")
     return name, kind, format_size(sum(item.num_bytes for item in items)), chars
 

@@ -57,12 +57,12 @@ def serve_meter(
 def _meter(
     settings: dict[str, Any], options: dict[str, Any], store: Store | None, port: int
 ) -> MeteringProxy:
-    from ramify.evaluate.systems.base import PerItemBudget
+    from ramify.evaluate.systems.base import TaskItemBudget
     from ramify.http_server.machine_capacity import raise_descriptor_limit
     from ramify.serve.metering_proxy import MeteringProxy
 
     raise_descriptor_limit()
-    limits = {name: settings.get(name) for name in PerItemBudget.__struct_fields__}
+    limits = {name: settings.get(name) for name in TaskItemBudget.__struct_fields__}
     record = Path(options["meter_record"]) if options["meter_record"] else None
     if record is None and store is not None:
         record = store.root / "meter" / time.strftime("%Y%m%d-%H%M%S.jsonl", time.gmtime())
@@ -70,7 +70,7 @@ def _meter(
     given["reply_tokens"] = settings.get("max_reply_tokens")
     return MeteringProxy(
         named_models().get(settings["model"], settings["model"]),
-        budget=PerItemBudget(**limits),
+        budget=TaskItemBudget(**limits),
         name=options["name"] or "",
         address=listen_address(options, "meter", port, store.root if store is not None else None),
         key=client_access_key(options),

@@ -26,7 +26,7 @@ from ramify.nearest_name import nearest_name
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
-    from ramify.cli.argument_parser import CommandParser
+    from ramify.cli.argument_parser import RaisingArgumentParser
 
 
 class ExitCode(enum.IntEnum):
@@ -108,13 +108,13 @@ class CliOptionSpec(NamedTuple):
     def long(self) -> str:
         return "--" + self.name.replace("_", "-")
 
-    def add_to(self, parser: CommandParser) -> None:
-        from ramify.cli.argument_parser import CountedSwitch, TwoFormSwitch
+    def add_to(self, parser: RaisingArgumentParser) -> None:
+        from ramify.cli.argument_parser import RepeatableVerboseFlag, TwoFormSwitch
 
         names = [*filter(None, [self.short]), self.long]
         if self.kind is bool:
             action: Any = TwoFormSwitch if self.has_no else "store_true"
-            action = CountedSwitch if self.name == _VERBOSE else action
+            action = RepeatableVerboseFlag if self.name == _VERBOSE else action
             parser.add_argument(*names, dest=self.name, action=action, default=None, help=self.help)
         elif self.kind is list:
             parser.add_argument(
@@ -208,11 +208,11 @@ class SubcommandSpec(NamedTuple):
         namespace.words += arguments[end + 1 :]
         return vars(namespace)
 
-    def parser(self) -> CommandParser:
+    def parser(self) -> RaisingArgumentParser:
         """Return the parser of ``argparse`` for this command, which also formats ``--help``."""
-        from ramify.cli.argument_parser import HIDDEN, CommandParser
+        from ramify.cli.argument_parser import HIDDEN, RaisingArgumentParser
 
-        parser = CommandParser(
+        parser = RaisingArgumentParser(
             fail=_fail,
             prog=f"ramify {self.name}",
             description=self.about,

@@ -45,7 +45,7 @@ from ramify.cli.terminal_text import (
 from ramify.errors import ConfigError
 from ramify.logging import hold_warnings_for_run
 from ramify.plans.plan import Plan
-from ramify.plans.plan_cost import ModelCostProfile, PlanCost, look_up_model
+from ramify.plans.plan_cost import ModelCostProfile, PlanCostBound, look_up_model
 from ramify.plans.plan_strategy import PlanStrategy
 from ramify.plans.ready_plans import strategy_for
 
@@ -161,7 +161,7 @@ def _answer(
     from ramify.cli import ask_runner
     from ramify.engine.question import RunOptions
 
-    asked = ask_runner.AskRequest(question, loaded, RunOptions(strategy=chosen))
+    asked = ask_runner.QuestionRunRequest(question, loaded, RunOptions(strategy=chosen))
     with export_spans(notes), ProgressDisplay(notes, form) as screen:
         return ask_runner.run(rlm, asked, screen, as_json=as_json)
 
@@ -200,7 +200,7 @@ def _budget(rlm: RLM, model: ModelCostProfile) -> Any:
 
 
 def _lines(
-    chosen: PlanStrategy, cost: PlanCost, model: ModelCostProfile, rlm: RLM
+    chosen: PlanStrategy, cost: PlanCostBound, model: ModelCostProfile, rlm: RLM
 ) -> Iterator[str]:
     yield f"plan {chosen.reason}"
     yield from chosen.plan.picture().splitlines()
@@ -230,7 +230,7 @@ def _lines(
     yield f"retries  at most {cost.retries.calls:,} more calls{more}"
 
 
-def _as_json(chosen: PlanStrategy, cost: PlanCost) -> dict[str, Any]:
+def _as_json(chosen: PlanStrategy, cost: PlanCostBound) -> dict[str, Any]:
     """Return the JSON object that ``--json`` prints for a plan that is shown but not run.
 
     It contains the plan, the reason for choosing it, and its cost.

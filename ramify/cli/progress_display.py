@@ -30,7 +30,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ramify.cli.parser import CliOptionSpec, ExitCode, UsageError
-from ramify.cli.stop_signals import SignalResponseWatchdog
+from ramify.cli.stop_signals import EventLoopSignalWatchdog
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
     format_count,
@@ -380,7 +380,7 @@ def _clean_exit_on_sigterm() -> Iterator[None]:
         yield
         return
 
-    watch = SignalResponseWatchdog(signal.SIGTERM)
+    watch = EventLoopSignalWatchdog(signal.SIGTERM)
 
     def leave() -> None:
         watch.record_response()

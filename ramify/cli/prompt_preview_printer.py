@@ -14,7 +14,7 @@ import msgspec
 from ramify.cli.loaded_sources_summary import source_table
 from ramify.cli.parser import ExitCode
 from ramify.engine.limits import DEFAULT_MAX_COST
-from ramify.engine.prompt_preview import PromptPreview
+from ramify.engine.prompt_preview import FirstRequestPreview
 from ramify.errors import ConfigError
 from ramify.format_quantities import format_dollars
 
@@ -73,7 +73,7 @@ def show(
 
 def _show_costs(
     rlm: RLM,
-    preview: PromptPreview,
+    preview: FirstRequestPreview,
     num_tokens: int,
     loaded: LoadedContext | None,
     is_free: bool,
@@ -104,7 +104,7 @@ def _show_costs(
         )
 
 
-def _first_turn(preview: PromptPreview, num_tokens: int) -> tuple[float | None, float | None]:
+def _first_turn(preview: FirstRequestPreview, num_tokens: int) -> tuple[float | None, float | None]:
     """Estimate the dollar cost of the first request of the previewed call.
 
     Returns the cost with a short reply and with the longest possible reply.

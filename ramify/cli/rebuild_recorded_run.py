@@ -72,8 +72,8 @@ def rebuild_rlm(
     try:
         sandbox = provider_spec(config.get("sandbox", {}))
         return RLM(
-            [PlaceholderClient(n) if stand_ins else known(n) for n in models],
-            sub_model=[PlaceholderClient(n) if stand_ins else known(n) for n in subs] or None,
+            [ReplayPlaceholderClient(n) if stand_ins else known(n) for n in models],
+            sub_model=[ReplayPlaceholderClient(n) if stand_ins else known(n) for n in subs] or None,
             limits=limits or msgspec.convert(config.get("limits", {}), Limits),
             scaffold=msgspec.convert(config.get("scaffold", {}), Scaffold),
             sandbox=msgspec.structs.replace(
@@ -99,7 +99,7 @@ def _connect_tools(started: RunStarted) -> dict[str, Any]:
     return dict(McpTools(*servers))  # stays connected until the process ends
 
 
-class PlaceholderClient:
+class ReplayPlaceholderClient:
     """A placeholder for a model's client in a replay, where no model is called.
 
     It has the model's name, context window and price, but raises an error if it receives a request.

@@ -18,12 +18,12 @@ from ramify.engine.run_handle import RunHandle
 from ramify.logging import current_console
 from ramify.types.event import (
     AnyEvent,
-    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
     NoteAdded,
     ReplyReceived,
+    RequestAttemptFailed,
 )
 
 _AS_STEPS = ("retry", "limit", "session_died")
@@ -40,7 +40,7 @@ class RunEventPrinter:
     def __init__(self, notes: StderrMessageWriter, screen: ProgressDisplay) -> None:
         self._notes = notes
         self._screen = screen
-        self._failed: AttemptFailed | None = None
+        self._failed: RequestAttemptFailed | None = None
         """The previous event, if it is a failed attempt that has not been printed yet because the
         next event may repeat its error."""
         self._num_retries = 0
@@ -87,7 +87,7 @@ class RunEventPrinter:
         note = event if isinstance(event, NoteAdded) else None
         if failed is not None and not (note and note.text.startswith(failed.error)):
             self._notes.say(f"{failed.at_s:7.2f} s  {describe_event(failed)}")
-        if isinstance(event, AttemptFailed):
+        if isinstance(event, RequestAttemptFailed):
             self._failed = event
         elif not (note and note.is_warning) and (line := describe_event(event)):
             self._notes.say(f"{event.at_s:7.2f} s  {line}")
@@ -119,7 +119,7 @@ def describe_event(event: AnyEvent) -> str:
                 f"call {event.call}, turn {event.turn + 1}: ran "
                 f"{format_duration(cell.seconds)}: {output}"
             )
-        case AttemptFailed():
+        case RequestAttemptFailed():
             return f"call {event.call}, turn {event.turn + 1}: {event.error}"
         case NoteAdded():
             return f"call {event.call}: {event.text}"

@@ -46,7 +46,7 @@ from ramify.store.run_filter import corrected_reward, parse_run_filter
 from ramify.store.run_summary import RunSummary
 
 if TYPE_CHECKING:
-    from ramify.evaluate.traffic_scores import ScoringCounts
+    from ramify.evaluate.traffic_scores import TrafficScoringCounts
     from ramify.store.base import RunStore
 
 _SHORT = len("20260301-142501-5gk0x7m")
@@ -198,13 +198,13 @@ def score(
     return ExitCode.ANSWERED
 
 
-async def _judge_corrections(store: RunStore, model: str, max_cost: float) -> ScoringCounts:
+async def _judge_corrections(store: RunStore, model: str, max_cost: float) -> TrafficScoringCounts:
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
-    from ramify.evaluate.traffic_scores import CorrectionJudge, score_corrections
+    from ramify.evaluate.traffic_scores import UserCorrectionDetector, score_corrections
 
     pool = RateLimitedClientPool()
     try:
-        judge = CorrectionJudge(pool.client(model), max_cost)
+        judge = UserCorrectionDetector(pool.client(model), max_cost)
         return await score_corrections(store, judge, f"judge {model}")
     finally:
         await pool.close()

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from ramify.clients.base import Client
     from ramify.engine.mcp_tools import McpTools
     from ramify.engine.rlm import RLM
-    from ramify.serve.api_keys import ApiKeys
+    from ramify.serve.api_keys import ServerApiKeys
     from ramify.serve.recursive_run_server import RecursiveRunServer
-    from ramify.serve.traffic_recorder import TrafficRecorder
+    from ramify.serve.traffic_recorder import ConversationRecorder
     from ramify.store.folder_store import Store
 
 
@@ -211,7 +211,7 @@ def _server(
 
 def _recorder_opener(
     settings: dict[str, Any], options: dict[str, Any], notes: StderrMessageWriter
-) -> Callable[[Sequence[Client]], TrafficRecorder] | None:
+) -> Callable[[Sequence[Client]], ConversationRecorder] | None:
     """Return a function that opens the conversation recorder once the policy is loaded.
 
     Returns None without ``--record``. Raises ConfigError at once if the model is not local.
@@ -229,8 +229,8 @@ def _recorder_opener(
     )
 
 
-def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:
-    from ramify.serve.api_keys import ApiKey, ApiKeys, read_keys
+def _keys(options: dict[str, Any], root: Path | None) -> ServerApiKeys:
+    from ramify.serve.api_keys import ApiKey, ServerApiKeys, read_keys
 
     keys = read_keys(options["keys"]) if options["keys"] else {}
     if options["keys"] and not keys:
@@ -247,7 +247,7 @@ def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:
                 "--key-file: rename it"
             )
         keys = {**keys, "default": ApiKey(key=single)}
-    return ApiKeys(keys, root / "served.json" if root is not None and keys else None)
+    return ServerApiKeys(keys, root / "served.json" if root is not None and keys else None)
 
 
 async def _serve(server: RecursiveRunServer, grace_s: float, notes: StderrMessageWriter) -> None:

@@ -30,7 +30,7 @@ from ramify.progress import report_progress
 if TYPE_CHECKING:
     from ramify.inference.local.local_client import LocalClient
     from ramify.serve.policy_server import PolicyServer
-    from ramify.serve.traffic_recorder import TrafficRecorder
+    from ramify.serve.traffic_recorder import ConversationRecorder
 
 PORT = 8000
 _log = ComponentLogger("serve")
@@ -104,7 +104,7 @@ def serve_policy(
 
 
 async def _serve(
-    server: PolicyServer, client: LocalClient, recorder: TrafficRecorder | None, new_key: str
+    server: PolicyServer, client: LocalClient, recorder: ConversationRecorder | None, new_key: str
 ) -> None:
     stopped = asyncio.Event()
     add_stop_handler(stopped.set)

@@ -36,7 +36,7 @@ def add_signal_handler(number: int, do: Callable[[], object]) -> None:
 
     If the loop is blocked and does not react, end the command.
     """
-    loop, watch = asyncio.get_running_loop(), SignalResponseWatchdog(number)
+    loop, watch = asyncio.get_running_loop(), EventLoopSignalWatchdog(number)
 
     def act() -> None:
         watch.record_response()
@@ -82,7 +82,7 @@ def watch_run_deadlines(
         event_loop_thread.on_blocked.reset(before)
 
 
-class SignalResponseWatchdog:
+class EventLoopSignalWatchdog:
     """Checks that the event loop reacts to a signal in time, and otherwise interrupts the main
     thread.
 

@@ -34,7 +34,7 @@ from ramify.clients.providers import (
     split_model_url,
     split_provider,
 )
-from ramify.errors import ConfigError, Refused
+from ramify.errors import ConfigError, RequestRefusedError
 from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.types.message import Message, Reply
@@ -97,14 +97,14 @@ class AnthropicClient:
         fields = self._fields(request)
         try:
             reply, body = await self._api.ask(fields, request.reply_size_limit(), on_piece)
-        except Refused as error:
+        except RequestRefusedError as error:
             self.adapt_to_refusal(error)
             raise
         if reply.message.tool_calls and reply.message.reasoning is not None:
             self._remember(reply.message, anthropic_reply_parser.thinking_blocks(body))
         return reply
 
-    def adapt_to_refusal(self, error: Refused) -> None:
+    def adapt_to_refusal(self, error: RequestRefusedError) -> None:
         """Change how later requests are encoded if the server's error suggests that this helps.
 
         The error is then marked as worth a retry.

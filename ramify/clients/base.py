@@ -32,7 +32,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from ramify.clients.picture_token_costs import picture_tokens_upper_bound
-from ramify.errors import ServerFailed, StrictKeywordsMeta
+from ramify.errors import ServerStatusError, StrictKeywordsMeta
 from ramify.lazy_pattern import lazy_pattern
 from ramify.types.message import Finish, Message, Reply, Usage
 from ramify.types.picture import Picture
@@ -135,7 +135,7 @@ class Request(msgspec.Struct, frozen=True):
     """Name of the requested model. It determines how many tokens a picture may cost."""
     read_picture: Callable[[str], bytes] | None = None
     """Returns the bytes of a picture in the messages by the picture's digest; None if there are
-    no pictures. Raises Refused if the bytes are gone."""
+    no pictures. Raises RequestRefusedError if the bytes are gone."""
     whole: bool = False
     """If True, the reply is not streamed, because it is expected to be short."""
 
@@ -230,7 +230,7 @@ def message_tokens_upper_bound(message: Message, model: str = "") -> int:
 def picture_base64(request: Request, picture: Picture) -> str:
     """Return the bytes of a picture in a request as base64 text.
 
-    Raises Refused if the bytes are no longer available.
+    Raises RequestRefusedError if the bytes are no longer available.
     """
     assert request.read_picture is not None, "a request with pictures has their bytes"
     return binascii.b2a_base64(request.read_picture(picture.digest), newline=False).decode()
@@ -480,8 +480,8 @@ def is_known_finish(reason: Any) -> bool:
 def parse_finish_reason(reason: Any, where: str) -> Finish:
     """Convert the finish reason that a server reports to one of Ramify's finish reasons.
 
-    Raises ServerFailed, which names ``where``, if the server aborted the reply, and ValueError if
-    the reason is missing (UNSET), null or unknown, because the reply may then be incomplete.
+    Raises ServerStatusError, which names ``where``, if the server aborted the reply, and ValueError
+    if the reason is missing (UNSET), null or unknown, because the reply may then be incomplete.
     """
     if reason is msgspec.UNSET:
         raise ValueError("ended a reply without a finish reason: it may be incomplete")
@@ -489,7 +489,7 @@ def parse_finish_reason(reason: Any, where: str) -> Finish:
     if (finish := _FINISHES.get(word)) is not None:
         return finish
     if word in _BROKEN:
-        failed = ServerFailed(f"{where} broke the reply off (finish reason {word!r})")
+        failed = ServerStatusError(f"{where} broke the reply off (finish reason {word!r})")
         failed.may_be_paid = True
         raise failed
     raise ValueError(

@@ -38,7 +38,13 @@ from ramify.clients.base import (
     reported_usage,
 )
 from ramify.clients.providers import ResolvedEndpoint
-from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
+from ramify.errors import (
+    ModelError,
+    RateLimited,
+    ReplyLostError,
+    RequestRefusedError,
+    ServerStatusError,
+)
 from ramify.lazy_pattern import lazy_pattern
 from ramify.secret_redaction import encoded_secret_forms
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
@@ -377,8 +383,8 @@ def reply_from_response(
 ) -> Reply:
     """Convert a decoded chat completion to a ``Reply``.
 
-    Raises ValueError if its fields contradict each other, and ServerFailed if the server reports
-    that it aborted the reply.
+    Raises ValueError if its fields contradict each other, and ServerStatusError if the server
+    reports that it aborted the reply.
     """
     finish = _finish_reason(choice, model)
     return Reply(
@@ -622,16 +628,18 @@ def error_from_status(
             return _needs_key(f"{text}; the account has no quota left")
         return RateLimited(text, retry_after_s(headers, body))
     if status in (504, 524):
-        return ReplyLost(f"{text}; a gateway gave up waiting")
+        return ReplyLostError(f"{text}; a gateway gave up waiting")
     if status in (408, 425) or (status >= 500 and status not in _NOT_THERE):
-        return ServerFailed(text)
+        return ServerStatusError(text)
     key = f"check the key in {key_variable}" if secrets else f"no key was sent: set {key_variable}"
     return _refusal_error(text, status, message, key if key_variable else "")
 
 
-def _refusal_error(text: str, status: int, message: str, key: str) -> Refused:
+def _refusal_error(text: str, status: int, message: str, key: str) -> RequestRefusedError:
     if status in (400, 413, 422) and (status == 413 or _TOO_LONG.search(message)):
-        error = Refused(f"{text}; shorten the prompt or name a model with a larger window")
+        error = RequestRefusedError(
+            f"{text}; shorten the prompt or name a model with a larger window"
+        )
         error.too_long = True
         return error
     if status == 402 or (status in (400, 403) and _NO_MONEY.search(message)):
@@ -639,11 +647,13 @@ def _refusal_error(text: str, status: int, message: str, key: str) -> Refused:
     if status in (401, 403):
         return _needs_key(f"{text}; {key}" if key else text)
     if status == 407:
-        return Refused(f"{text}; the proxy of the environment wants a user and password in its URL")
+        return RequestRefusedError(
+            f"{text}; the proxy of the environment wants a user and password in its URL"
+        )
     # Servers name an unknown model. Otherwise it is the path that they do not have.
     if status in _NOT_THERE and "model" not in message.lower():
-        return Refused(f"{text}; check the base URL: most end in /v1")
-    return Refused(text)
+        return RequestRefusedError(f"{text}; check the base URL: most end in /v1")
+    return RequestRefusedError(text)
 
 
 def error_from_body(
@@ -670,8 +680,8 @@ def error_from_body(
     return failure
 
 
-def _needs_key(text: str) -> Refused:
-    error = Refused(text)
+def _needs_key(text: str) -> RequestRefusedError:
+    error = RequestRefusedError(text)
     error.needs_key = True
     return error
 

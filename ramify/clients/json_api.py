@@ -39,12 +39,12 @@ from ramify.clients.reply_decoding import (
     decode_reply,
     is_large,
 )
-from ramify.errors import MalformedResponse, ModelError, ReplyLost
+from ramify.errors import MalformedResponse, ModelError, ReplyLostError
 from ramify.http_client.decompression import body_too_long_error
 from ramify.http_client.http_transport import (
     HttpConnectionPool,
-    HttpExchange,
     HttpResponse,
+    LiveHttpExchange,
     route_to,
 )
 from ramify.logging import ComponentLogger
@@ -223,7 +223,7 @@ class JsonApiClient:
     # --- a stream -----------------------------------------------------------------------------
 
     async def _read_stream(
-        self, exchange: HttpExchange, bound: ReplySizeLimit, on_piece: OnPiece | None
+        self, exchange: LiveHttpExchange, bound: ReplySizeLimit, on_piece: OnPiece | None
     ) -> bytes:
         """Read a streamed reply to its end, and pass on its pieces as they arrive.
 
@@ -247,7 +247,7 @@ class JsonApiClient:
             if not data:
                 break
         if not (stream.is_done or stream.is_whole):
-            raise ReplyLost(
+            raise ReplyLostError(
                 f"{self.where}: the stream ended before the reply was whole; if the server cannot "
                 "stream, give Model(…, stream=False)"
             )

@@ -36,8 +36,8 @@ from ramify.errors import (
     ConfigError,
     MalformedResponse,
     ModelError,
-    Refused,
-    ReplyLost,
+    ReplyLostError,
+    RequestRefusedError,
     Unreachable,
 )
 from ramify.pip_install_command import install_command
@@ -223,14 +223,14 @@ class LiteLLMClient:
             return self._error_in_body(found, original)
         message = " ".join(redact_secrets(str(error), (self._endpoint.secret,)).split())[:300]
         if isinstance(error, self._litellm.exceptions.ContextWindowExceededError):
-            refused = Refused(
+            refused = RequestRefusedError(
                 f"{self.name}: {message}; shorten the prompt or name a model with a larger window"
             )
             refused.too_long = True
             return refused
         # LiteLLM does not say whether the request was sent before it timed out.
         if "timeout" in type(error).__name__.lower() or "Connection error" in message:
-            return ReplyLost(f"{self.name}: {message}")
+            return ReplyLostError(f"{self.name}: {message}")
         if "connect" in type(error.__cause__).__name__.lower():
             return Unreachable(f"{self.name}: {message}")
         status = getattr(error, "status_code", None)

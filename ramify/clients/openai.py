@@ -16,7 +16,7 @@ from ramify.clients.base import OnPiece, Price, Request
 from ramify.clients.json_api import JsonApiClient
 from ramify.clients.picture_token_costs import can_read_pictures
 from ramify.clients.providers import RESPONSES_PATH, ResolvedEndpoint
-from ramify.errors import ConfigError, Refused
+from ramify.errors import ConfigError, RequestRefusedError
 from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.types.message import Reply
 
@@ -69,11 +69,11 @@ class OpenAIClient:
                 fields, request.reply_size_limit(), on_piece, whole=whole
             )
             return reply
-        except Refused as error:
+        except RequestRefusedError as error:
             self.adapt_to_refusal(error)
             raise
 
-    def adapt_to_refusal(self, error: Refused) -> None:
+    def adapt_to_refusal(self, error: RequestRefusedError) -> None:
         """Change how later requests are encoded if the server's error suggests that this helps.
 
         The error is then marked as worth a retry.

@@ -31,7 +31,7 @@ import msgspec
 
 from ramify.clients.base import Price, Request
 from ramify.clients.json_api import JsonApiClient, status_of_error
-from ramify.errors import MalformedResponse, Refused, ReplyLost, ServerFailed
+from ramify.errors import MalformedResponse, ReplyLostError, RequestRefusedError, ServerStatusError
 from ramify.http_client.http_transport import HttpConnectionPool, HttpResponse, Method, route_to
 from ramify.types.message import Reply
 
@@ -69,7 +69,7 @@ class BatchState(msgspec.Struct, frozen=True):
     """Ids of the result files, which the method ``results`` downloads."""
 
 
-class BatchResult(msgspec.Struct, frozen=True):
+class BatchRequestResult(msgspec.Struct, frozen=True):
     """The result of one request in a provider's batch.
 
     It is the server's response, or a note that the request expired or was cancelled.
@@ -182,21 +182,25 @@ class BatchApi(abc.ABC):
         """Ask the provider for the state of a batch, such as whether it has ended."""
 
     @abc.abstractmethod
-    def results(self, state: BatchState) -> AsyncGenerator[BatchResult]:
+    def results(self, state: BatchState) -> AsyncGenerator[BatchRequestResult]:
         """Download the results of a batch that has ended.
 
         They come in any order. Raises ModelError if the download fails.
         """
 
-    async def decode_result(self, result: BatchResult, request: Request) -> Reply:
+    async def decode_result(self, result: BatchRequestResult, request: Request) -> Reply:
         """Decode the reply in a batch result.
 
         Raises the ModelError that an ordinary request with this response would raise.
         """
         if result.kind == "expired":
-            raise ServerFailed(f"{self._api.where}: the batch expired before the request was sent")
+            raise ServerStatusError(
+                f"{self._api.where}: the batch expired before the request was sent"
+            )
         if result.kind == "cancelled":
-            raise ServerFailed(f"{self._api.where}: the batch was cancelled at {self.provider}")
+            raise ServerStatusError(
+                f"{self._api.where}: the batch was cancelled at {self.provider}"
+            )
         answer = HttpResponse(result.status, {"content-type": "application/json"}, result.body)
         return await self._api.parse_reply(answer, request.reply_size_limit())
 
@@ -216,7 +220,7 @@ class BatchApi(abc.ABC):
             ):
                 answer = await exchange.read()
         except TimeoutError:
-            raise ReplyLost(
+            raise ReplyLostError(
                 f"{self._api.where}: no answer in {_TIMEOUT_S:g} s ({route.url})"
             ) from None
         if answer.status // 100 != 2:
@@ -257,7 +261,7 @@ class BatchApi(abc.ABC):
                 data: bytes = await receiving
                 return data
         except TimeoutError:
-            raise ReplyLost(f"{self._api.where}: the download of results stalled") from None
+            raise ReplyLostError(f"{self._api.where}: the download of results stalled") from None
 
 
 @runtime_checkable
@@ -271,7 +275,7 @@ class BatchCapableClient(Protocol):
         """
         ...
 
-    def adapt_to_refusal(self, error: Refused) -> None:
+    def adapt_to_refusal(self, error: RequestRefusedError) -> None:
         """Adapt the form of later requests if the server's refusal shows that this may help."""
         ...
 
@@ -398,21 +402,25 @@ class OpenAIBatches(BatchApi):
             tuple(filter(None, (batch.output_file_id, batch.error_file_id))),
         )
 
-    async def results(self, state: BatchState) -> AsyncGenerator[BatchResult]:
+    async def results(self, state: BatchState) -> AsyncGenerator[BatchRequestResult]:
         for file in state.files:
             async with aclosing(self._download_lines(f"/files/{file}/content")) as lines:
                 async for line in lines:
                     yield self._result(self._decode_body(line, _OpenAILine))
 
-    def _result(self, line: _OpenAILine) -> BatchResult:
+    def _result(self, line: _OpenAILine) -> BatchRequestResult:
         response, code = line.response, line.error.code if line.error else None
         if code == "batch_expired":
-            return BatchResult(line.custom_id, "expired")
+            return BatchRequestResult(line.custom_id, "expired")
         if code == "batch_cancelled":
-            return BatchResult(line.custom_id, "cancelled")
+            return BatchRequestResult(line.custom_id, "cancelled")
         if response is None:
-            return BatchResult(line.custom_id, "replied", 500, _encode({"error": line.error}))
-        return BatchResult(line.custom_id, "replied", response.status_code, bytes(response.body))
+            return BatchRequestResult(
+                line.custom_id, "replied", 500, _encode({"error": line.error})
+            )
+        return BatchRequestResult(
+            line.custom_id, "replied", response.status_code, bytes(response.body)
+        )
 
 
 # --- Anthropic
@@ -499,24 +507,24 @@ class AnthropicBatches(BatchApi):
         files = (id,) if batch.results_url else ()
         return BatchState(id, word, word == "ended", done, files=files)
 
-    async def results(self, state: BatchState) -> AsyncGenerator[BatchResult]:
+    async def results(self, state: BatchState) -> AsyncGenerator[BatchRequestResult]:
         for id in state.files:
             async with aclosing(self._download_lines(f"{self._PATH}/{id}/results")) as lines:
                 async for line in lines:
                     found: _AnthropicLine = self._decode_body(line, _AnthropicLine)
                     yield self._result(found.custom_id, found.result)
 
-    def _result(self, custom_id: str, result: _AnthropicResult) -> BatchResult:
+    def _result(self, custom_id: str, result: _AnthropicResult) -> BatchRequestResult:
         match result.type:
             case "succeeded":
-                return BatchResult(custom_id, "replied", 200, bytes(result.message))
+                return BatchRequestResult(custom_id, "replied", 200, bytes(result.message))
             case "expired":
-                return BatchResult(custom_id, "expired")
+                return BatchRequestResult(custom_id, "expired")
             case "canceled":
-                return BatchResult(custom_id, "cancelled")
+                return BatchRequestResult(custom_id, "cancelled")
             case _:
                 body = bytes(result.error)
-                return BatchResult(custom_id, "replied", status_of_error(body), body)
+                return BatchRequestResult(custom_id, "replied", status_of_error(body), body)
 
 
 def _add_newlines(lines: Iterable[bytes]) -> Iterator[bytes]:

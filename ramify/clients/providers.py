@@ -347,7 +347,7 @@ def split_model_url(model: str) -> tuple[str, str | None]:
     return model, None
 
 
-class MissingKey(ConfigError):
+class MissingApiKeyError(ConfigError):
     """Raised if a model at its provider's default address has no API key.
 
     ``name`` is the model's name.
@@ -360,7 +360,7 @@ class MissingKey(ConfigError):
         """Environment variable in which the API key was expected."""
 
 
-def missing_key_error(name: str, variable: str) -> MissingKey:
+def missing_key_error(name: str, variable: str) -> MissingApiKeyError:
     """Return the error for a model without an API key.
 
     If the text after an ``@`` in the model's name could be a base URL, the error also shows the
@@ -374,7 +374,7 @@ def missing_key_error(name: str, variable: str) -> MissingKey:
         else ""
     )
     text = f"{name}: no API key: set {variable} (export {variable}=…){url}"
-    return MissingKey(text, name, variable)
+    return MissingApiKeyError(text, name, variable)
 
 
 def resolve_endpoint(

@@ -13,7 +13,7 @@ tree of calls.
 
 Every model has its own limiter, so a rate-limited model does not slow the others. ``max_in_flight``
 applies to each model and to all models together. How long a failing request is retried is decided
-by ``RequestRetries``, and how many are in flight by ``AdaptiveConcurrencyLimiter``. Nothing is
+by ``RequestRetryPolicy``, and how many are in flight by ``AdaptiveConcurrencyLimiter``. Nothing is
 imported or opened before the first request, so naming a model costs nothing.
 ``http_client/http_transport.py`` opens the connections.
 """
@@ -50,7 +50,7 @@ from ramify.errors import (
     ModelError,
     RamifyError,
     RateLimited,
-    ReplyLost,
+    ReplyLostError,
     Unreachable,
 )
 from ramify.http_client.http_transport import HttpConnectionPool
@@ -200,7 +200,7 @@ class RateLimitedClientPool:
         gate = self._gates.get(client.name)
         if gate is None:
             gate = self._gates[client.name] = AdaptiveConcurrencyLimiter(self.max_in_flight)
-        retries = RequestRetries(self, client, patience_s, on_retry)
+        retries = RequestRetryPolicy(self, client, patience_s, on_retry)
         try:
             while True:
                 passed = gate.passed
@@ -237,7 +237,7 @@ class RateLimitedClientPool:
         request: Request,
         account: RequestBudgetReservation,
         gate: AdaptiveConcurrencyLimiter,
-        retries: RequestRetries,
+        retries: RequestRetryPolicy,
         on_send: Callable[[], None] | None,
         on_piece: OnPiece | None,
     ) -> Reply:
@@ -433,18 +433,18 @@ class _Arrival:
         if self._on_piece is not None:
             self._on_piece(piece)
 
-    def lost(self, client: Client) -> ReplyLost:
+    def lost(self, client: Client) -> ReplyLostError:
         """Return the error for a reply that did not arrive in time."""
         where = getattr(client, "where", client.name)
         if not self._num_chars:
-            return ReplyLost(f"{where}: no reply within {self._timeout_s:g} s")
-        return ReplyLost(
+            return ReplyLostError(f"{where}: no reply within {self._timeout_s:g} s")
+        return ReplyLostError(
             f"{where}: the reply stopped after {self._num_chars:,} characters, and nothing arrived "
             f"for {self._timeout_s:g} s; if the server cannot stream, give Model(…, stream=False)"
         )
 
 
-class RequestRetries:
+class RequestRetryPolicy:
     """Decides how often and for how long a failing request is retried.
 
     If ``patience_s`` is not 0, a transient failure is retried until the request has been failing

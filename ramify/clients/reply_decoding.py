@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import ReplySizeLimit
-from ramify.errors import MalformedResponse, ServerFailed
+from ramify.errors import MalformedResponse, ServerStatusError
 from ramify.http_client.decompression import body_too_long_error
 from ramify.types.message import Reply
 
@@ -72,7 +72,7 @@ class _Decoded(msgspec.Struct, array_like=True):
 _FAILURES: dict[str, type[Exception]] = {
     "undecodable": ReplyDecodeError,
     "contradicts itself": ValueError,
-    "broken off": ServerFailed,
+    "broken off": ServerStatusError,
     "too much": MalformedResponse,
 }
 
@@ -85,7 +85,7 @@ async def decode_reply(
     Large bodies are decoded in a helper process.
 
     Raises ReplyDecodeError or NoReplyInResponse; ValueError if fields of the reply contradict each
-    other; ServerFailed if the server aborted the reply; and MalformedResponse, which is not
+    other; ServerStatusError if the server aborted the reply; and MalformedResponse, which is not
     retried, if the reply exceeds ``bound``.
     """
     if len(body) > bound.bytes:
@@ -120,7 +120,7 @@ def _reply_or_raise(decoded: _Decoded) -> Reply:
     error = _FAILURES[decoded.failed](decoded.text)
     if isinstance(error, MalformedResponse):
         error.transient = False
-    if isinstance(error, MalformedResponse | ServerFailed):
+    if isinstance(error, MalformedResponse | ServerStatusError):
         error.may_be_paid = True
     raise error
 
@@ -135,7 +135,7 @@ def _decode_in_place(
         if problem := _problem("items", completion.num_items, bound.items):
             return _Decoded(None, "too much", problem)
         reply = format.reply_from_response(completion, completion.choices[0], model, seconds)
-    except ServerFailed as error:
+    except ServerStatusError as error:
         return _Decoded(None, "broken off", str(error))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return _Decoded(None, "undecodable", str(error))

@@ -26,7 +26,7 @@ from ramify.clients.chat_json import (
 )
 from ramify.clients.providers import ResolvedEndpoint
 from ramify.clients.reply_decoding import is_large
-from ramify.errors import ServerFailed
+from ramify.errors import ServerStatusError
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 
 KIND = "response"
@@ -182,8 +182,8 @@ def reply_from_response(
 ) -> Reply:
     """Convert a decoded response to a ``Reply``.
 
-    Raises ValueError if the response contradicts itself or may be incomplete, and ServerFailed if
-    the server reports a failure.
+    Raises ValueError if the response contradicts itself or may be incomplete, and ServerStatusError
+    if the server reports a failure.
     """
     items = response.output or []
     parts = [part for item in items if item.get("type") == "message" for part in _parts(item)]
@@ -245,7 +245,7 @@ def _finish_and_reason(
 ) -> tuple[Finish, str]:
     """Return why a reply ended, and the server's reason if it was filtered or cut off.
 
-    Raises ServerFailed if the server failed.
+    Raises ServerStatusError if the server failed.
     """
     details = response.incomplete_details
     reason = str(details.get("reason")) if isinstance(details, dict) else ""
@@ -258,7 +258,7 @@ def _finish_and_reason(
         case "incomplete" if reason == "max_output_tokens":
             return "length", reason
         case "failed" | "cancelled":
-            failed = ServerFailed(f"{model} broke the reply off (status {response.status!r})")
+            failed = ServerStatusError(f"{model} broke the reply off (status {response.status!r})")
             failed.may_be_paid = True
             raise failed
         case status:

@@ -3,7 +3,7 @@
 A plan makes many small model calls. The choice and its reason are recorded.
 
     RLM.completion(text, query, mode="auto")
-        chooser(AnswerModeChoiceInput)
+        chooser(AnswerModeFacts)
             ├─> AnswerModeChoice      by rules: nothing is asked
             └─> AnswerModeChoiceCall  one bounded call of the run ──> AnswerModeChoice
         ModeChosen in the journal ──> plain call, session or strategy; a resumed run does the same
@@ -40,7 +40,7 @@ _TABLES_AS_TEXT = frozenset(("csv", "jsonl"))
 _OTHER_TABLES = frozenset(("sqlite", "server", "parquet", "arrow", "duckdb", "xlsx"))
 
 
-class AnswerModeChoiceInput(msgspec.Struct, frozen=True):
+class AnswerModeFacts(msgspec.Struct, frozen=True):
     """The facts about a question from which its answer mode is chosen.
 
     All of them are known before any model call.
@@ -105,12 +105,12 @@ def _has_texts_of_tables(question: Question) -> bool:
     return bool(kinds & _TABLES_AS_TEXT) and not kinds & _OTHER_TABLES
 
 
-def always_session(_facts: AnswerModeChoiceInput) -> AnswerModeChoice:
+def always_session(_facts: AnswerModeFacts) -> AnswerModeChoice:
     """Always choose a session, in which the model writes code and calls models."""
     return AnswerModeChoice("free", "it was asked for")
 
 
-def always_direct(_facts: AnswerModeChoiceInput) -> AnswerModeChoice:
+def always_direct(_facts: AnswerModeFacts) -> AnswerModeChoice:
     """Always choose one plain model call, regardless of context length."""
     return AnswerModeChoice("direct", "it was asked for")
 
@@ -168,13 +168,13 @@ def make_mode_chosen_event(
     )
 
 
-def _facts(setup: RlmSetup, question: Question, models: ModelsByDepth) -> AnswerModeChoiceInput:
+def _facts(setup: RlmSetup, question: Question, models: ModelsByDepth) -> AnswerModeFacts:
     root, limits = models.client_at_depth(0), setup.limits
     is_priced = any(client.price is not None for client in models.all)
     of_tables = _TABLE_TOOLS if _has_texts_of_tables(question) else frozenset()
     of_question = question.tools.keys() - of_tables if question.has_required_tools else ()
     tools = [*sorted(of_question), *setup.tools.functions, *setup.tools.values]
-    return AnswerModeChoiceInput(
+    return AnswerModeFacts(
         question,
         root,
         models.plain,

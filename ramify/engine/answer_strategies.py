@@ -40,7 +40,7 @@ MODES: Mapping[str, str] = {
     "plan": "ramify.plans.mode_rules:choose_plan",
     "direct": "ramify.engine.answer_mode_choice:always_direct",
 }
-"""Maps each mode to the import path of a function that takes a ``AnswerModeChoiceInput`` and
+"""Maps each mode to the import path of a function that takes a ``AnswerModeFacts`` and
 returns a ``AnswerModeChoice`` or a ``AnswerModeChoiceCall``. The function is imported when a
 question has the mode, so that the engine imports no plans."""
 

@@ -1,7 +1,7 @@
 """Decide which turns of a run to sample several times, and which resulting answer to keep.
 
     RLM(model, branches=4)             samples the first turn 4 times; the majority answer wins
-    RLM(model, search=Branches(4, turn=2, choose_by=by_score(f)))
+    RLM(model, search=BestOfBranches(4, turn=2, choose_by=by_score(f)))
                                        samples the third turn; the highest f(answer) wins
     rlm.completion(text, "…", search=4)              samples the first turn of this question only
 
@@ -87,12 +87,12 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
     return choose
 
 
-class Branches(msgspec.Struct, frozen=True):
+class BestOfBranches(msgspec.Struct, frozen=True):
     """A search that samples several continuations of one given turn, and chooses one answer.
 
     The choice is a majority vote unless another function is given.
 
-    >>> ramify.Branches(4, turn=2, choose_by=ramify.by_score(len)).num
+    >>> ramify.BestOfBranches(4, turn=2, choose_by=ramify.by_score(len)).num
     4
     """
 
@@ -105,7 +105,7 @@ class Branches(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.num < 2 or self.turn < 0:
             raise ConfigError(
-                f"Branches({self.num}, turn={self.turn}): num must be at least 2 and turn at "
+                f"BestOfBranches({self.num}, turn={self.turn}): num must be at least 2 and turn at "
                 "least 0"
             )
 
@@ -123,11 +123,11 @@ def parse_search(given: BranchSearch | int) -> BranchSearch | None:
     branching. Raises ConfigError for any other value.
     """
     if isinstance(given, int):
-        return Branches(given) if given != 1 else None
+        return BestOfBranches(given) if given != 1 else None
     if not isinstance(given, BranchSearch):
         raise ConfigError(
-            f"search is {given!r}: give a number of continuations, Branches(…), or an object with "
-            "width() and choose()"
+            f"search is {given!r}: give a number of continuations, BestOfBranches(…), or an object "
+            "with width() and choose()"
         )
     return given
 
@@ -142,7 +142,7 @@ def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> Br
     if recorded is None:
         return None
     if recorded.get("choose_by") == "vote":
-        return Branches(recorded["num"], recorded["turn"])
+        return BestOfBranches(recorded["num"], recorded["turn"])
     if known is None:
         raise ConfigError("the run used a custom search: pass the same search= again")
     return known
@@ -153,7 +153,7 @@ def config_of(search: BranchSearch) -> dict[str, Any]:
 
     A custom search is described only by its ``repr``.
     """
-    if isinstance(search, Branches):
+    if isinstance(search, BestOfBranches):
         by = "vote" if search.choose_by is vote else "a function"
         return {"search": {"num": search.num, "turn": search.turn, "choose_by": by}}
     return {"search": {"choose_by": repr(search)}}

@@ -5,10 +5,10 @@ and a trajectory.
 
     calls = DirectModelCaller(setup, models, budget)         RLM.direct_calls opens them
     await calls.answer(question, emit) ──> CallOutcome
-         │                        └── DirectRequestEvent, DirectReplyEvent or
+         │                        └── DirectRequestEvent, ModelReplyEvent or
          │                            DirectRequestFailedEvent, before each is acted on; who
          │                            records them can resume the question
-         └── reserve ── emit(DirectRequestEvent) ── send ── settle ── emit(DirectReplyEvent)
+         └── reserve ── emit(DirectRequestEvent) ── send ── settle ── emit(ModelReplyEvent)
 
 The prompt, the check of the reply, retries and rate limits are those of a run's plain call. Other
 features of a run are left out, because they cost three times the CPU time of the request itself:
@@ -41,7 +41,7 @@ from ramify.engine.question import ALWAYS, Question
 from ramify.engine.reply_token_limits import ReplyTokenLimits
 from ramify.engine.resources import ModelsByDepth, RlmSetup
 from ramify.engine.ways_to_answer import way_to_answer
-from ramify.errors import LimitReached, ReplyCut
+from ramify.errors import LimitReached, ReplyTruncatedError
 from ramify.format_quantities import format_plain_number
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.picture import has_pictures
@@ -61,7 +61,7 @@ class DirectRequestEvent(msgspec.Struct, frozen=True):
     """Dollars that the budget reserves; None if the model has no price."""
 
 
-class DirectReplyEvent(msgspec.Struct, frozen=True):
+class ModelReplyEvent(msgspec.Struct, frozen=True):
     """An event that is emitted when the reply to a request has arrived."""
 
     turn: int
@@ -82,7 +82,7 @@ class DirectRequestFailedEvent(msgspec.Struct, frozen=True):
     """Dollars that may have been billed."""
 
 
-DirectEvent = DirectRequestEvent | DirectReplyEvent | DirectRequestFailedEvent
+DirectEvent = DirectRequestEvent | ModelReplyEvent | DirectRequestFailedEvent
 
 
 class DirectModelCaller:
@@ -233,7 +233,7 @@ class DirectModelCaller:
     ) -> Request:
         return Request(messages, self._sampling, schema, whole=self._whole)
 
-    def _truncation_error(self, text: str) -> ReplyCut:
+    def _truncation_error(self, text: str) -> ReplyTruncatedError:
         setting = self._setting if text.strip() else "max_reasoning_tokens"
         return truncation_error(self.client.name, self._max_tokens, setting, text)
 
@@ -280,7 +280,7 @@ class _DirectCall:
             request = self.calls.build_request(messages, self._schema)
             account = _DirectAccount(self, request, tuple(new))
             reply = await self.calls.send(request, account)
-            self.emit(DirectReplyEvent(self.turn, reply))
+            self.emit(ModelReplyEvent(self.turn, reply))
         self._messages = (*messages, reply.message)
         if reply.finish == "content_filter":
             raise filtered_reply_error(self.calls.client.name, reply)

@@ -26,7 +26,7 @@ import msgspec
 from ramify.clients.base import Client, KnownPrefix, PromptRenderer, Request, Tool
 from ramify.engine.live_call import LiveCall
 from ramify.types.message import Message
-from ramify.types.trajectory import NewCallReason, Stop
+from ramify.types.trajectory import NewAgentCallReason, Stop
 
 
 class AgentTurn(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ class ConversationMatch(NamedTuple):
     known: KnownPrefix | None
     """Token ids of the request's first messages, up to the last reply whose sampled ids are
     known."""
-    cause: NewCallReason | None
+    cause: NewAgentCallReason | None
     """Why a new call begins; None if the request is the next turn of ``call``."""
 
 
@@ -156,7 +156,7 @@ class AgentConversations:
         if _is_repeated(place, messages):
             assert call is not None
             is_unanswered = not call.turns and call.asked is None
-            return place._replace(cause=None if is_unanswered else NewCallReason.REPEATED)
+            return place._replace(cause=None if is_unanswered else NewAgentCallReason.REPEATED)
         if call is not None and not place.num_turns:
             place = place._replace(call=None)
         return place._replace(cause=_cause(calls, messages, tools, place))
@@ -397,7 +397,7 @@ def _cause(
     messages: tuple[Message, ...],
     tools: tuple[Tool, ...],
     place: ConversationMatch,
-) -> NewCallReason:
+) -> NewAgentCallReason:
     """Determine why a request starts a new call by comparing it with the closest conversation.
 
     ``place`` is the closest match that was found.
@@ -415,12 +415,12 @@ def _cause(
         if now >= rank and (num_shared or is_aligned or each is place.call):
             nearest, nearest_tools, rank = ours, each.tools, now
     if not nearest:
-        return NewCallReason.NEW
+        return NewAgentCallReason.NEW
     if nearest_tools != tools:
-        return NewCallReason.TOOLS
+        return NewAgentCallReason.TOOLS
     cause = _difference(nearest, messages)
     has_later_reply = any(message.role == "assistant" for message in messages[place.start :])
-    return NewCallReason.BRANCH if place.call is not None and not has_later_reply else cause
+    return NewAgentCallReason.BRANCH if place.call is not None and not has_later_reply else cause
 
 
 def _is_reply_at(index: int, each: ExternallyDrivenCall, messages: Sequence[Message]) -> bool:
@@ -433,42 +433,42 @@ def _is_reply_at(index: int, each: ExternallyDrivenCall, messages: Sequence[Mess
     )
 
 
-def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> NewCallReason:
+def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> NewAgentCallReason:
     """Return how a request (``theirs``) first differs from an earlier conversation (``ours``).
 
     For example, a message was edited, or older messages were removed.
     """
     at = _num_common(ours, theirs, may_differ=False)
     if at == len(ours) or at == len(theirs):
-        return NewCallReason.TEMPLATE
+        return NewAgentCallReason.TEMPLATE
     mine, sent = ours[at], theirs[at]
     is_same_role = mine.role == sent.role
     if is_same_role and _gist(mine) == _gist(sent):
         return _small_difference(mine, sent)
     our_gists, their_gists = ([_gist(each) for each in side[at:]] for side in (ours, theirs))
     if _is_joined(our_gists, their_gists) or _is_joined(their_gists, our_gists):
-        return NewCallReason.MERGED
+        return NewAgentCallReason.MERGED
     if is_same_role and our_gists[1:2] == their_gists[1:2] != []:
-        return NewCallReason.EDITED
+        return NewAgentCallReason.EDITED
     if their_gists[0] in our_gists:
         is_moved = our_gists[0] in their_gists
-        return NewCallReason.EDITED if is_moved else NewCallReason.TRUNCATED
+        return NewAgentCallReason.EDITED if is_moved else NewAgentCallReason.TRUNCATED
     if len(their_gists) > 1 and their_gists[1] in our_gists[2:]:
-        return NewCallReason.COMPACTED
-    return NewCallReason.EDITED
+        return NewAgentCallReason.COMPACTED
+    return NewAgentCallReason.EDITED
 
 
-def _small_difference(ours: Message, theirs: Message) -> NewCallReason:
+def _small_difference(ours: Message, theirs: Message) -> NewAgentCallReason:
     if (ours.reasoning or "").split() != (theirs.reasoning or "").split():
-        return NewCallReason.THINKING
+        return NewAgentCallReason.THINKING
     if "".join(ours.content.split()) != "".join(theirs.content.split()):
-        return NewCallReason.EDITED
+        return NewAgentCallReason.EDITED
     written = [[call.arguments for call in message.tool_calls] for message in (ours, theirs)]
     if written[0] != written[1]:
-        return NewCallReason.ARGUMENTS
+        return NewAgentCallReason.ARGUMENTS
     if (ours.content, ours.reasoning) == (theirs.content, theirs.reasoning):
-        return NewCallReason.EDITED  # its tool_call_id, which the template writes
-    return NewCallReason.WHITESPACE
+        return NewAgentCallReason.EDITED  # its tool_call_id, which the template writes
+    return NewAgentCallReason.WHITESPACE
 
 
 class _Gist(NamedTuple):

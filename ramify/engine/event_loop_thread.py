@@ -46,7 +46,7 @@ _LOOKS = 4
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
-class RunLivenessWatch:
+class RunStallWatch:
     """One run that the watchdog thread observes.
 
     It detects that the run's event loop is blocked, or that the run has not ended by its deadline.
@@ -126,11 +126,11 @@ class _Watchdog:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._watched: set[RunLivenessWatch] = set()
+        self._watched: set[RunStallWatch] = set()
         self._thread: threading.Thread | None = None
         self._wakes_s = 0.0
 
-    def add(self, watch: RunLivenessWatch) -> None:
+    def add(self, watch: RunStallWatch) -> None:
         with self._changed:
             self._watched.add(watch)
             if self._thread is None or not self._thread.is_alive():  # none survives a fork
@@ -141,7 +141,7 @@ class _Watchdog:
             elif watch.due_s < self._wakes_s:
                 self._changed.notify()
 
-    def remove(self, watch: RunLivenessWatch) -> None:
+    def remove(self, watch: RunStallWatch) -> None:
         with self._changed:
             self._watched.discard(watch)
 
@@ -292,7 +292,7 @@ def spawn(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | Non
         asyncio.run_coroutine_threadsafe(work, used)
 
 
-class SyncApiResources:
+class SyncLoopResources:
     """Keeps resources open on the event loop between calls of the synchronous API.
 
     If the loop is blocked by a call, the next call opens the resources again on a new loop.

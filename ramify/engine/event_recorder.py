@@ -25,11 +25,11 @@ from ramify.logging import ComponentLogger
 from ramify.sandbox.base import SharedContextValue
 from ramify.types.event import (
     AnyEvent,
-    AttemptFailed,
     CallEnded,
     CallStarted,
     Listener,
     NoteAdded,
+    RequestAttemptFailed,
     RunEnded,
     RunResumed,
     TrajectoryBuilder,
@@ -260,7 +260,7 @@ def _is_minor(event: AnyEvent) -> bool:
     match event:
         case NoteAdded() | CallStarted() | CallEnded() | RunResumed():
             return True
-        case AttemptFailed():
+        case RequestAttemptFailed():
             return not event.usage.calls
         case RunEnded():
             is_unfinished = event.stop in (Stop.ERROR, Stop.SUSPENDED, Stop.CANCELLED)

@@ -8,11 +8,11 @@ Examples are an environment with its own loop, or an agent written for another s
 Requests are recorded, budgeted and retried as those of the engine's own loop. A request that
 continues an earlier one is the next turn of its call: the earlier token ids are extended and never
 tokenized again. Any other request begins a new call, or a fork of the call whose first turns it
-shares. The call records the cause (``NewCallReason``). Several replies to one request are the
+shares. The call records the cause (``NewAgentCallReason``). Several replies to one request are the
 next turn of the call and forks that share its prompt.
 
 ``conversation_matching.py`` decides which turn a request follows. What is asked is decided by the
-task's code (``TaskStart.conduct``), and rewards are computed elsewhere.
+task's code (``RolloutInitialState.conduct``), and rewards are computed elsewhere.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ramify.engine.live_call import CallMessageHistory, LiveCall
 from ramify.engine.shared_run_state import SharedRunState
 from ramify.errors import LimitReached
 from ramify.types.message import Message, Reply, escape_message_surrogates
-from ramify.types.trajectory import CallForkOrigin, NewCallReason, Stop
+from ramify.types.trajectory import CallForkOrigin, NewAgentCallReason, Stop
 
 if TYPE_CHECKING:
     from ramify.engine.resources import EventLoopResources
@@ -179,7 +179,7 @@ class RunModelClient:
         new = request.messages[start:]
         num_turns = len(first.turns)
         more = [
-            self._fork_call(agent, first, num_turns, NewCallReason.SAMPLE)
+            self._fork_call(agent, first, num_turns, NewAgentCallReason.SAMPLE)
             for _ in range(1, request.num_replies)
         ]
         known = _shift_prefix(place.known, len(first.call.messages) - start)
@@ -214,7 +214,7 @@ class RunModelClient:
         return self._fork_call(agent, place.call, place.num_turns, place.cause), place.start
 
     def _begin_call(
-        self, agent: AgentConversations, request: _AgentRequest, cause: NewCallReason | None
+        self, agent: AgentConversations, request: _AgentRequest, cause: NewAgentCallReason | None
     ) -> ExternallyDrivenCall:
         depth, learns = request.depth, request.learns
         client = self._run.models.client_at_depth(depth)
@@ -231,7 +231,7 @@ class RunModelClient:
         agent: AgentConversations,
         origin: ExternallyDrivenCall,
         num_turns: int,
-        cause: NewCallReason,
+        cause: NewAgentCallReason,
     ) -> ExternallyDrivenCall:
         """Fork the recorded call ``origin`` after its first ``num_turns`` turns, and return the new
         call."""

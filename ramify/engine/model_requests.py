@@ -29,14 +29,14 @@ from ramify.errors import (
     ConfigError,
     LimitReached,
     ModelError,
-    Refused,
-    ReplyCut,
     ReplyFiltered,
+    ReplyTruncatedError,
+    RequestRefusedError,
     is_fixable_by_user,
 )
 from ramify.format_quantities import format_plain_number
 from ramify.progress import report_reply_text
-from ramify.types.event import SENT_AGAIN, AttemptFailed, ReplyReceived, RequestStarted
+from ramify.types.event import SENT_AGAIN, ReplyReceived, RequestAttemptFailed, RequestStarted
 from ramify.types.message import Message, Reply, Usage, escape_message_surrogates, escape_surrogates
 from ramify.types.trajectory import Stop
 
@@ -320,7 +320,8 @@ class ModelRequestSender:
         """Return how many reply tokens the budget allows for ``prompt``, up to ``limit``.
 
         If even a short reply is too expensive, return ``limit``, so that the request fails with the
-        usual error. Raises Refused if the prompt is also much longer than the window of the model.
+        usual error. Raises RequestRefusedError if the prompt is also much longer than the window of
+        the model.
         """
         asked = Request(tuple(prompt), self.sampling, model=call.client.name)
         given = asked.max_input_tokens()
@@ -332,7 +333,7 @@ class ModelRequestSender:
         call.shrunk = None
         tokens, window = given // _BYTES_PER_TOKEN, call.client.window
         if tokens > window:
-            error = Refused(
+            error = RequestRefusedError(
                 f"{call.client.name}: one plain call has a prompt of about {tokens:,} tokens, and "
                 f"the window of the model holds {window:,}: let a session read the text "
                 "(--mode free, direct=False)"
@@ -596,7 +597,7 @@ class TurnRequester:
     def _record_failed_attempt(self, error: str, usage: Usage, cost: float | None) -> None:
         recorder = self._requests.recorder
         recorder.emit(
-            AttemptFailed(
+            RequestAttemptFailed(
                 at_s=recorder.elapsed_s(),
                 call=self.call.id,
                 turn=self.call.turn,
@@ -641,7 +642,9 @@ def request_hash(model: str, request: Request) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
 
-def truncated_reply_error(requests: ModelRequestSender, call: LiveCall, text: str) -> ReplyCut:
+def truncated_reply_error(
+    requests: ModelRequestSender, call: LiveCall, text: str
+) -> ReplyTruncatedError:
     """Create the error for a reply of ``call`` that was truncated at its token limit.
 
     ``text`` is the part that arrived.
@@ -657,12 +660,12 @@ def truncated_reply_error(requests: ModelRequestSender, call: LiveCall, text: st
     return truncation_error(call.client.name, limit, name, text)
 
 
-def truncation_error(model: str, limit: int, setting: str, text: str) -> ReplyCut:
+def truncation_error(model: str, limit: int, setting: str, text: str) -> ReplyTruncatedError:
     """Create the error for a reply of ``model`` that was truncated at ``limit`` tokens.
 
     ``setting`` names the option that raises this limit, and ``text`` is the part that arrived.
     """
-    return ReplyCut(
+    return ReplyTruncatedError(
         f"{model}: the reply was cut at its limit of {limit} tokens; ask for less, or raise "
         f"{setting}",
         text,

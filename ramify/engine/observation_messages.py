@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from ramify.lazy_pattern import lazy_pattern
-from ramify.sandbox.base import NumberArray, Table
-from ramify.sandbox.guest.mapped_text import MappedText
+from ramify.sandbox.base import BufferNdArray, Table
+from ramify.sandbox.guest.mapped_text import FileBackedText
 from ramify.types.message import Message
 from ramify.types.picture import picture_placeholder, picture_reference_digest
 from ramify.types.trajectory import Cell, Stop
@@ -292,13 +292,13 @@ def _amount(value: float) -> str:
 
 def count_text_chars(value: Any) -> int:
     """Return the number of characters in all values of a context, such as its strings."""
-    if isinstance(value, str | bytes | MappedText):
+    if isinstance(value, str | bytes | FileBackedText):
         return len(value)
     if isinstance(value, Mapping):
         return sum(count_text_chars(key) + count_text_chars(item) for key, item in value.items())
     if isinstance(value, list | tuple | set | frozenset):
         return sum(count_text_chars(item) for item in value)
-    if isinstance(value, Table | NumberArray):
+    if isinstance(value, Table | BufferNdArray):
         return value.num_chars
     return len(str(value)) if value is not None else 0
 
@@ -309,7 +309,7 @@ def render_context(value: Any) -> str:
         return value
     if picture_reference_digest(value) is not None:
         return picture_placeholder(value)
-    if isinstance(value, MappedText):
+    if isinstance(value, FileBackedText):
         return value[:]
     if isinstance(value, Mapping):
         return "\n\n".join(f"=== {key} ===\n{render_context(item)}" for key, item in value.items())
@@ -320,7 +320,7 @@ def render_context(value: Any) -> str:
     if isinstance(value, Table):
         rows = (value.columns, *value.rows())
         return "\n".join("\t".join(map(str, row)) for row in rows)
-    return str(value.tolist() if isinstance(value, NumberArray) else value)
+    return str(value.tolist() if isinstance(value, BufferNdArray) else value)
 
 
 def plain_prompt(question: str, value: Any) -> str:

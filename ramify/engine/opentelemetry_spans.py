@@ -29,12 +29,12 @@ import msgspec
 from ramify.types.call_tree import CallTree
 from ramify.types.event import (
     AnyEvent,
-    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
     Listener,
     ReplyReceived,
+    RequestAttemptFailed,
     RequestStarted,
     RunEnded,
     RunStarted,
@@ -131,7 +131,7 @@ class OpenTelemetryListener:
                 self._begin_session(call)  # the request spans of other calls contain everything
             case RequestStarted() if call is not None:
                 self._begin_request(call, event)
-            case AttemptFailed() if event.call in self._requests:
+            case RequestAttemptFailed() if event.call in self._requests:
                 self._requests[event.call].add_event(
                     "ramify.attempt_failed", timestamp=self._ns(event.at_s)
                 )

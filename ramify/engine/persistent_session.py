@@ -55,7 +55,7 @@ _FEW = 64
 """Maximum size of a collection that is hashed item by item."""
 
 
-class PersistentSession:
+class RecoverableSession:
     """The Python session of one call, which is rebuilt if its process dies.
 
     It outlives the process that holds it: if a session dies, the notebook opens another one and
@@ -70,7 +70,7 @@ class PersistentSession:
         self._opening: asyncio.Task[Session] | None = None
         self._cell_history = CellHistory()
 
-    def take_over(self, previous: PersistentSession) -> None:
+    def take_over(self, previous: RecoverableSession) -> None:
         """Take over the session and the cell history of the conversation's previous question."""
         self._session, previous._session = previous._session, None
         opening, previous._opening = previous._opening, None
@@ -84,12 +84,12 @@ class PersistentSession:
         if self._session is not None:
             self.run.ending.register_session(self._session)
 
-    async def fork(self, call: LiveCall) -> PersistentSession:
+    async def fork(self, call: LiveCall) -> RecoverableSession:
         """Fork this session and its cell history for ``call``, and return the fork.
 
         Raises SandboxError if the session cannot be forked.
         """
-        fork = PersistentSession(self.run, call)
+        fork = RecoverableSession(self.run, call)
         fork._session = await (await self.session()).fork()
         fork._cell_history = self._cell_history.copy()
         self.run.ending.register_session(fork._session)

@@ -23,7 +23,7 @@ from ramify.engine.prompt_scaffold import Scaffold
 from ramify.engine.prompt_text import PromptExample, user_instructions
 from ramify.engine.question import Question, leading_messages
 from ramify.engine.typed_answers import AnswerSchema, TypeMismatch
-from ramify.errors import LimitReached, ModelError, ReplayDiverged, ReplyCut
+from ramify.errors import LimitReached, ModelError, ReplayDiverged, ReplyTruncatedError
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Stop
 
@@ -64,7 +64,7 @@ async def answer_without_session(
     model: str,
     first: list[Message],
     kind: AnswerSchema | None,
-    cut: Callable[[str], ReplyCut],
+    cut: Callable[[str], ReplyTruncatedError],
     max_repairs: int = MAX_REPAIRS,
     *,
     retry_empty: bool = True,
@@ -127,7 +127,7 @@ async def answer_without_session(
     return CallOutcome(Stop.ERROR, error=str(misfit), failure=misfit)
 
 
-def _truncated_outcome(error: ReplyCut, answer: str | None) -> CallOutcome:
+def _truncated_outcome(error: ReplyTruncatedError, answer: str | None) -> CallOutcome:
     return CallOutcome(Stop.MAX_TOKENS, answer, str(error), error)
 
 

@@ -3,7 +3,7 @@
 This source runs *inside* the session, never in the host.
 
 Standard library only. Before this source is executed, the guest provides ``call_host``,
-``HostError``, ``namespace``, ``last_output`` and ``portable``. Afterwards it binds every name of
+``SessionHostCallError``, ``namespace``, ``last_output`` and ``portable``. Afterwards it binds every name of
 ``__all__`` as a reserved name of the notebook.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     portable: Callable[[Any], Any]
     notebook: Any
 
-    class HostError(Exception):
+    class SessionHostCallError(Exception):
         kind: str
         data: dict[str, Any]
 
@@ -91,7 +91,7 @@ def ask_host(name: str, *args: Any, **kwargs: Any) -> Any:
     """
     try:
         return call_host(name, *args, **kwargs)
-    except HostError as error:
+    except SessionHostCallError as error:
         if error.kind != "SubcallError":
             kind = getattr(builtins, error.kind, None)
             raise (

@@ -28,7 +28,7 @@ from ramify.engine.prompt_text import (
     round_down_to_two_digits,
     user_instructions,
 )
-from ramify.engine.resources import ModelsByDepth, RlmSetup, RunModelInfo
+from ramify.engine.resources import ModelsByDepth, RlmSetup, RunModelDescription
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError
 from ramify.sandbox.base import JailSpec, SandboxCapabilities, SandboxSpec
@@ -130,7 +130,7 @@ def _mounts(spec: SandboxSpec) -> tuple[MountedPath, ...]:
 
 
 def _fitting_chars(
-    model: RunModelInfo, reply_tokens: int, limit: BudgetAmount, bytes_per_char: float
+    model: RunModelDescription, reply_tokens: int, limit: BudgetAmount, bytes_per_char: float
 ) -> int:
     """Return the longest prompt, in characters, that fits the model's window and the budget.
 

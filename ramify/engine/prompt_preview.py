@@ -1,6 +1,6 @@
 """Show the prompt that a run would send to a model, without sending it.
 
-    RLM.prompt(context, query) ──> a run over a pool that sends nothing ──> PromptPreview
+    RLM.prompt(context, query) ──> a run over a pool that sends nothing ──> FirstRequestPreview
 
 A preview is a real run up to its first request: the context is encoded, the facts are gathered, and
 the request is built. The client pool keeps that request instead of sending it, so a preview cannot
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _UNUSED_KEY = "no-key-is-needed-for-a-preview"
 
 
-class PromptPreview(msgspec.Struct, frozen=True):
+class FirstRequestPreview(msgspec.Struct, frozen=True):
     """The first request of a call, exactly as a run would send it.
 
     Example:
@@ -117,7 +117,7 @@ class _PreviewPool(RateLimitedClientPool):
         super().__init__(max_in_flight=max_in_flight)
         self._depth = depth
         self._reply_above = reply_above
-        self.kept: PromptPreview | None = None
+        self.kept: FirstRequestPreview | None = None
 
     def client_for_model(self, model: Model) -> Client:
         try:
@@ -144,7 +144,7 @@ class _PreviewPool(RateLimitedClientPool):
             on_send()  # the journal must show a request before its reply
             return self._reply_above
         if self.kept is None:
-            self.kept = PromptPreview(
+            self.kept = FirstRequestPreview(
                 client.name,
                 request.messages,
                 request.tools,
@@ -156,7 +156,7 @@ class _PreviewPool(RateLimitedClientPool):
         raise _PreviewEnd("the request was kept, not sent")
 
 
-async def preview(setup: RlmSetup, question: Question, depth: int) -> PromptPreview:
+async def preview(setup: RlmSetup, question: Question, depth: int) -> FirstRequestPreview:
     """Return the first request that a call at ``depth`` would send.
 
     Raises ConfigError if no call can have this depth, and for every setting that a run would

@@ -24,7 +24,7 @@ from ramify.errors import ConfigError, StrictKeywordsMeta
 from ramify.plugins import PluginRegistry
 from ramify.trained_policy_settings import (
     FILE,
-    TrainedPolicySettings,
+    PolicyTrainingSettings,
     local_model_folder,
     read_policy_settings,
 )
@@ -406,7 +406,7 @@ def trained_scaffold_name(model: object) -> str | None:
     return TINY.name if card.scaffold is None and card.is_from_scratch else card.scaffold
 
 
-def trained_policy_settings(model: object) -> TrainedPolicySettings:
+def trained_policy_settings(model: object) -> PolicyTrainingSettings:
     """Return the settings from a trained policy's checkpoint folder: its scaffold and its limits.
 
     ``model`` is a model name, a client, or a list whose first entry answers the root call. The
@@ -418,6 +418,6 @@ def trained_policy_settings(model: object) -> TrainedPolicySettings:
         model = model.name
     if isinstance(model, str):
         folder = local_model_folder(model)
-        return TrainedPolicySettings() if folder is None else read_policy_settings(folder)
+        return PolicyTrainingSettings() if folder is None else read_policy_settings(folder)
     card = getattr(model, "card", None)
-    return card if isinstance(card, TrainedPolicySettings) else TrainedPolicySettings()
+    return card if isinstance(card, PolicyTrainingSettings) else PolicyTrainingSettings()

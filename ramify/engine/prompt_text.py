@@ -25,8 +25,8 @@ import msgspec
 
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, did_you_mean
-from ramify.sandbox.base import NumberArray, Table, is_file_backed
-from ramify.sandbox.guest.mapped_text import MAX_SLICE_CHARS, MappedText
+from ramify.sandbox.base import BufferNdArray, Table, is_file_backed
+from ramify.sandbox.guest.mapped_text import MAX_SLICE_CHARS, FileBackedText
 from ramify.types.picture import MAX_PICTURES
 
 ContextKind = Literal[
@@ -93,7 +93,7 @@ class ContextFacts(msgspec.Struct, frozen=True):
     bytes_per_char: float = 1.0
     """Mean UTF-8 bytes per character. Non-Latin scripts take more tokens per character."""
     mapped: bool = False
-    """True if some texts of the context are file-backed (``MappedText``)."""
+    """True if some texts of the context are file-backed (``FileBackedText``)."""
 
 
 class PromptModelFacts(msgspec.Struct, frozen=True):
@@ -231,7 +231,7 @@ def context_facts(
     if value is None:
         return ContextFacts()
     density = min(4.0, max(1.0, round(num_bytes / max(chars, 1), 1))) if chars >= 1000 else 1.0
-    if isinstance(value, Table | NumberArray):
+    if isinstance(value, Table | BufferNdArray):
         return _facts_of_values(value, chars, packages)
     kind = _kind_of(value, "sql" in tools)
     databases: tuple[str, ...] = ()
@@ -248,11 +248,11 @@ def context_facts(
 
 
 def _facts_of_values(
-    value: Table | NumberArray, chars: int, packages: Collection[str]
+    value: Table | BufferNdArray, chars: int, packages: Collection[str]
 ) -> ContextFacts:
-    if isinstance(value, NumberArray):
+    if isinstance(value, BufferNdArray):
         is_numpy = "numpy" in packages or "pandas" in packages
-        name = "numpy.ndarray" if is_numpy else "NumberArray"
+        name = "numpy.ndarray" if is_numpy else "BufferNdArray"
         shape = f"a {name} of {value.dtype} with the shape {value.shape}. "
         if not is_numpy:
             shape += (
@@ -280,7 +280,7 @@ def _columns(table: Table) -> str:
     return ", ".join(names[:_NUM_COLUMNS]) + (", …" if len(names) > _NUM_COLUMNS else "")
 
 
-def _first_numbers(array: NumberArray) -> str:
+def _first_numbers(array: BufferNdArray) -> str:
     while len(array.shape) > 1 and len(array):
         array = array[0]
     return _short_repr(array[:_NUM_KEYS].tolist())
@@ -291,7 +291,7 @@ def _is_database(value: Any) -> bool:
 
 
 def _kind_of(value: Any, has_sql: bool) -> ContextKind:
-    if isinstance(value, MappedText):
+    if isinstance(value, FileBackedText):
         return "text"
     if isinstance(value, str):
         return "database" if has_sql and _is_database(value) else "text"
@@ -312,7 +312,7 @@ def _kind_of_dict(value: Mapping[Any, Any], has_sql: bool) -> ContextKind:
         return "dict"
     if has_sql and any(map(_is_database, value.values())):
         return "database"
-    if all(isinstance(item, str | MappedText) for item in value.values()):
+    if all(isinstance(item, str | FileBackedText) for item in value.values()):
         names = itertools.islice(value, _NUM_CHECKED)
         are_files = all(isinstance(name, str) and _FILE_NAME.fullmatch(name) for name in names)
         return "folder" if are_files else "dict"
@@ -325,7 +325,7 @@ def _kind_of_dict(value: Mapping[Any, Any], has_sql: bool) -> ContextKind:
 def _shape(kind: ContextKind, value: Any, chars: int, density: float) -> str:
     tokens = max(1, int(chars * density / _TYPICAL_CHARS))
     size = f"{counted_noun(chars, 'character')} (about {counted_noun(tokens, 'token')})"
-    if isinstance(value, str | MappedText):
+    if isinstance(value, str | FileBackedText):
         num_lines = value.count("\n") + (not value.endswith("\n"))
         lines = counted_noun(num_lines, "line")
         return f"a {type(value).__name__} of {size}, in {lines}. {_describe_ends(value)}"
@@ -336,7 +336,7 @@ def _shape(kind: ContextKind, value: Any, chars: int, density: float) -> str:
     return f"a value of type {type(value).__name__}: {_short_repr(value)}"
 
 
-def _describe_ends(text: str | MappedText) -> str:
+def _describe_ends(text: str | FileBackedText) -> str:
     if len(text) <= _HEAD_CHARS + _TAIL_CHARS:
         return f"All of it:\n{text!r}"
     return f"It begins:\n{text[:_HEAD_CHARS]!r}\nIt ends:\n{text[-_TAIL_CHARS:]!r}"
@@ -358,7 +358,7 @@ def _shape_of_dict(kind: ContextKind, value: Mapping[Any, Any], size: str) -> st
 
 
 def _size_of_entry(item: Any) -> str:
-    if isinstance(item, str | MappedText):
+    if isinstance(item, str | FileBackedText):
         return counted_noun(len(item), "character")
     if isinstance(item, list | tuple) and item and isinstance(item[0], Mapping):
         return f"{counted_noun(len(item), 'row')}: {_keys(item[0])}"
@@ -412,7 +412,7 @@ def _items(value: Sequence[Any]) -> str:
 
 def _short_repr(item: Any, most: int = _HEAD_CHARS) -> str:
     # A long text is cut before its repr is taken, which would copy all of it.
-    text = repr(item[: most + 1] if isinstance(item, str | bytes | MappedText) else item)
+    text = repr(item[: most + 1] if isinstance(item, str | bytes | FileBackedText) else item)
     return text if len(text) <= most + 2 else text[:most] + "…"
 
 
@@ -574,7 +574,7 @@ def _mapped_text_section(context: ContextFacts) -> str:
     """
     if not context.mapped:
         return ""
-    what = "It" if context.kind == "text" else "A large text in it is a MappedText: it"
+    what = "It" if context.kind == "text" else "A large text in it is a FileBackedText: it"
     text = "context" if context.kind == "text" else "text"
     return (
         f" {what} stays in its file and has of a str: len, slices (each a str), `in`, find, rfind, "

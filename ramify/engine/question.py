@@ -118,7 +118,7 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     """Reuse stored replies to identical requests. Needs a store."""
     search: BranchSearch | int | None = None
     """Sample several continuations of a turn and choose one of their answers. Give a number of
-    continuations of the first turn (majority vote; 1 disables it), ``Branches`` or a
+    continuations of the first turn (majority vote; 1 disables it), ``BestOfBranches`` or a
     ``BranchSearch``."""
     on_event: Listener | None = None
     """Function called with each event of the run; it must not be ``async``."""
@@ -305,7 +305,7 @@ class Question(msgspec.Struct, frozen=True):
     needs_session: bool = False
     """True if a part of the context, such as scanned pages, can be read only through a tool."""
     read: Mapping[str, Any] = {}
-    """Record of the sources: ``sources.loaded_sources.RecordedSources`` as plain values."""
+    """Record of the sources: ``sources.loaded_sources.LoadedSourcesRecord`` as plain values."""
     sources: Mapping[str, Any] = {}
     """Data from which a repeated run reloads the tools of the sources
     (``LoadedContext.recorded_sources``)."""

@@ -17,7 +17,7 @@ from ramify.engine.model_requests import truncated_reply_error, truncation_error
 from ramify.engine.plain_call import MAX_REPAIRS, answer_without_session, with_answer_format
 from ramify.engine.shared_run_state import SharedRunState
 from ramify.engine.typed_answers import AnswerSchema
-from ramify.errors import ReplyCut
+from ramify.errors import ReplyTruncatedError
 from ramify.types.message import Message, Reply
 from ramify.types.picture import Picture
 
@@ -46,7 +46,7 @@ async def ask_plain(
     async def ask(new: list[Message], reused: int | None) -> Reply:
         return await run.requests.ask(call, new, reused=reused, schema=schema, asked=sampling)
 
-    def cut(text: str) -> ReplyCut:
+    def cut(text: str) -> ReplyTruncatedError:
         if sampling is not None and sampling.max_tokens < run.requests.max_reply_tokens(call):
             name, most = call.client.name, sampling.max_tokens
             return truncation_error(name, most, "reply_tokens of the leaf", text)

@@ -102,11 +102,11 @@ class ModelsByDepth:
                 return client
         return None
 
-    def facts(self, client: Client) -> RunModelInfo:
+    def facts(self, client: Client) -> RunModelDescription:
         """Return the facts about a client's model that prompts may mention, such as its window."""
         bound = self._bound.get(id(client))
         vision = getattr(client, "vision", None) if bound is None else bound.vision
-        return RunModelInfo(
+        return RunModelDescription(
             self._aliases[id(client)], client.name, client.window, client.price, vision
         )
 
@@ -139,7 +139,7 @@ class ModelsByDepth:
         return run if bound is None else bound.merge_sampling(run)
 
 
-class RunModelInfo(msgspec.Struct, frozen=True):
+class RunModelDescription(msgspec.Struct, frozen=True):
     """The facts about one model of a run that prompts may mention, such as its window and price."""
 
     alias: str

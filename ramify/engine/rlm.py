@@ -62,8 +62,8 @@ from ramify.sandbox.base import SandboxSpec, check_provider, provider_spec
 if TYPE_CHECKING:
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
     from ramify.engine.calls_outside_runs import DirectModelCaller
-    from ramify.engine.prompt_preview import PromptPreview
-    from ramify.engine.run_fork import ForkCostEstimate, ForkOptions
+    from ramify.engine.prompt_preview import FirstRequestPreview
+    from ramify.engine.run_fork import RunForkCostEstimate, RunForkOptions
     from ramify.engine.run_handle import RunHandle
     from ramify.engine.user_conversation import UserConversation
     from ramify.store.base import RunStore
@@ -157,7 +157,7 @@ class RLM:
             examples=(),
         )
         """Default question options that are not part of ``setup``."""
-        self._loop = event_loop_thread.SyncApiResources(self._shared.pin, self._shared.unpin)
+        self._loop = event_loop_thread.SyncLoopResources(self._shared.pin, self._shared.unpin)
 
     @property
     def limits(self) -> Limits:
@@ -230,8 +230,8 @@ class RLM:
 
         Options are given as keywords (``answer_type=int, cite=True``), as a ``RunOptions``, or
         both. Raises ConfigError for invalid input, and the error of the model or sandbox if that
-        prevented an answer. Reaching a limit is not an error: see ``Result.stop``. Raises Suspended
-        if the run is stored and a person can remove the cause.
+        prevented an answer. Reaching a limit is not an error: see ``Result.stop``. Raises
+        RunSuspendedError if the run is stored and a person can remove the cause.
         """
         again = self._resume_function(options, changes)
         return self._in_thread(self.acompletion(prompt, query, options, **changes), again)
@@ -314,7 +314,7 @@ class RLM:
         *,
         depth: int = 0,
         **changes: Unpack[RunKeywordOptions],
-    ) -> PromptPreview:
+    ) -> FirstRequestPreview:
         """Return the first request that ``completion`` would send for the root call, or for a child
         call at ``depth``.
 
@@ -339,7 +339,7 @@ class RLM:
         *,
         depth: int = 0,
         **changes: Unpack[RunKeywordOptions],
-    ) -> PromptPreview:
+    ) -> FirstRequestPreview:
         """Return the first request that ``completion`` would send, without sending it.
 
         This method blocks; ``aprompt`` is the async version.
@@ -483,7 +483,11 @@ class RLM:
         return raise_if_failed(await self._rerun(recording, setup, options, recorder), self.resume)
 
     def start_fork(
-        self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
+        self,
+        run: str,
+        turn: int,
+        options: RunOptions | None = None,
+        **changes: Unpack[RunForkOptions],
     ) -> RunHandle:
         """Start a fork of a stored run, which repeats the run up to a turn and then diverges.
 
@@ -520,8 +524,12 @@ class RLM:
             raise
 
     async def estimate_fork(
-        self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
-    ) -> ForkCostEstimate:
+        self,
+        run: str,
+        turn: int,
+        options: RunOptions | None = None,
+        **changes: Unpack[RunForkOptions],
+    ) -> RunForkCostEstimate:
         """Estimate the cost of a fork without sending anything.
 
         The arguments are those of ``start_fork``. Raises ConfigError if the turn does not exist, or
@@ -538,7 +546,11 @@ class RLM:
             return point.estimate(limits, clients, limits.max_reply_tokens)
 
     async def afork(
-        self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
+        self,
+        run: str,
+        turn: int,
+        options: RunOptions | None = None,
+        **changes: Unpack[RunForkOptions],
     ) -> Result:
         """Fork a stored run at a turn and return the result of the new run.
 
@@ -571,7 +583,11 @@ class RLM:
         return self._in_thread(self.areplay(run, options, **changes))
 
     def fork(
-        self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
+        self,
+        run: str,
+        turn: int,
+        options: RunOptions | None = None,
+        **changes: Unpack[RunForkOptions],
     ) -> Result:
         """Fork a stored run at a turn, and return the result of the new run.
 

@@ -28,7 +28,7 @@ from ramify.engine.foreign_reply_syntax import syntax_hint
 from ramify.engine.live_call import LiveCall
 from ramify.engine.model_requests import truncated_reply_error
 from ramify.engine.nonblocking_reply_parsing import read_reply
-from ramify.engine.persistent_session import MAX_DEATHS, PersistentSession
+from ramify.engine.persistent_session import MAX_DEATHS, RecoverableSession
 from ramify.engine.question import leading_messages
 from ramify.engine.reply_action_parsing import (
     FinalAnswerText,
@@ -45,8 +45,8 @@ from ramify.errors import (
     HostCallError,
     LimitReached,
     ModelError,
-    Refused,
-    ReplyCut,
+    ReplyTruncatedError,
+    RequestRefusedError,
     SandboxError,
     SessionDied,
 )
@@ -122,7 +122,7 @@ class RlmCall:
         self.run = run
         self.call = call
         self.scaffold = run.setup.scaffold_at(call.depth)
-        self.notebook = PersistentSession(run, call)
+        self.notebook = RecoverableSession(run, call)
         if previous is not None:
             self.notebook.take_over(previous.notebook)
         self._state = MutableCallState()
@@ -171,7 +171,9 @@ class RlmCall:
         if outcome.answer is None and outcome.error is None:
             why = f"the child ended without an answer ({outcome.stop})"
             return msgspec.structs.replace(outcome, error=why)
-        is_complete = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
+        is_complete = outcome.answer is not None and not isinstance(
+            outcome.failure, ReplyTruncatedError
+        )
         return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
 
     async def fork(self) -> RlmCall:
@@ -222,7 +224,7 @@ class RlmCall:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
             outgrown = (
-                isinstance(error, Refused)
+                isinstance(error, RequestRefusedError)
                 and error.too_long
                 and call.turn
                 and not self.scaffold.compact_at
@@ -257,11 +259,11 @@ class RlmCall:
         Return the reply. If the output of the last code does not fit the model's window, shorten it
         and try again.
 
-        Raises what ``ModelRequestSender.ask`` raises, and Refused if even a few characters do not
-        fit.
+        Raises what ``ModelRequestSender.ask`` raises, and RequestRefusedError if even a few
+        characters do not fit.
         """
         run, full = self.run, self._state.pending
-        error: Refused | None = None
+        error: RequestRefusedError | None = None
         for share in _SHARES if self.call.turn else _SHARES[:1]:  # a question is never shortened
             pending = [
                 observation_messages.shorten_message(message, share, self.scaffold.terse_chars)
@@ -274,7 +276,7 @@ class RlmCall:
                 reply = await run.requests.ask(
                     self.call, [*pending, *after], reused=self._state.reused, tools=tools
                 )
-            except Refused as refused:
+            except RequestRefusedError as refused:
                 error = refused
                 if not refused.too_long:
                     break
@@ -529,7 +531,11 @@ class RlmCall:
             except LimitReached:
                 continue
             except ModelError as error:
-                if isinstance(error, Refused) and error.too_long and prompt is not prompts[-1]:
+                if (
+                    isinstance(error, RequestRefusedError)
+                    and error.too_long
+                    and prompt is not prompts[-1]
+                ):
                     continue
                 return CallOutcome(stop, self._best_answer(), str(error), error)
             self._state.last_text, self._state.last_prose = reply.message.content, None

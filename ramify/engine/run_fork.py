@@ -27,12 +27,12 @@ from ramify.format_quantities import format_plain_number
 from ramify.store.recorded_replies import RunEventIndex
 from ramify.types.event import (
     AnyEvent,
-    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
     ModeChosen,
     ReplyReceived,
+    RequestAttemptFailed,
     RequestStarted,
     RunStarted,
     ToolAnswered,
@@ -41,7 +41,7 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Stop
 
 
-class ForkOptions(RunKeywordOptions, total=False):
+class RunForkOptions(RunKeywordOptions, total=False):
     """Keyword options of a fork: all options of a run, and the edit with which the fork begins."""
 
     call: str | None
@@ -53,7 +53,7 @@ class ForkOptions(RunKeywordOptions, total=False):
     messages."""
 
 
-class ForkCostEstimate(msgspec.Struct, frozen=True):
+class RunForkCostEstimate(msgspec.Struct, frozen=True):
     """An estimate of what a fork may cost, made before the fork starts."""
 
     model: str
@@ -70,7 +70,7 @@ class ForkCostEstimate(msgspec.Struct, frozen=True):
     """Dollars that the original run spent from this turn on; None if no model had a price."""
 
 
-def fork_point(events: Iterable[AnyEvent], turn: int, changes: ForkOptions) -> ForkPoint:
+def fork_point(events: Iterable[AnyEvent], turn: int, changes: RunForkOptions) -> ForkPoint:
     """Return the point at which to fork a stored run, including the edit made there.
 
     The options that describe the edit (``call``, ``code`` and ``prompt``) are removed from
@@ -188,7 +188,7 @@ class ForkPoint:
 
     def estimate(
         self, limits: Limits, clients: Sequence[Client], reply_tokens: int
-    ) -> ForkCostEstimate:
+    ) -> RunForkCostEstimate:
         """Estimate the cost of the fork under the given limits.
 
         ``reply_tokens`` is the maximum number of tokens in a reply. Raises ConfigError if an edited
@@ -210,7 +210,7 @@ class ForkPoint:
                 self._check_window(client, tokens, reply_tokens)
             self._check_budget(ledger, client, Request(messages), reply_tokens)
         cost = ledger.limit.cost
-        return ForkCostEstimate(
+        return RunForkCostEstimate(
             client.name,
             tokens,
             client.window,
@@ -330,7 +330,7 @@ def _is_kept(event: AnyEvent, path: dict[str, _Place], kept: dict[str, bool]) ->
             return True
         case CallStarted(id=call) | CallEnded(id=call):
             return kept.get(call, isinstance(event, CallStarted))
-        case RequestStarted() | AttemptFailed() | ReplyReceived():
+        case RequestStarted() | RequestAttemptFailed() | ReplyReceived():
             place = path.get(event.call)
             return kept[event.call] if place is None else event.turn <= place.last_reply
         case CellRan() | ToolAnswered():

@@ -26,7 +26,7 @@ from ramify.engine.answer_mode_choice import (
 )
 from ramify.engine.answer_serialization import pack_typed_answer, to_jsonable
 from ramify.engine.call_outcome import CallOutcome, failed_outcome
-from ramify.engine.event_loop_thread import RunLivenessWatch
+from ramify.engine.event_loop_thread import RunStallWatch
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.out_of_scope_warning import scope_warning
 from ramify.engine.prompt_facts import check_instructions_fit
@@ -182,7 +182,7 @@ class RunHandle:
             _log.warning("warning", text)
         outcome = CallOutcome(Stop.ERROR, error="the run did not start")
         run: SharedRunState | None = None
-        watch: RunLivenessWatch | None = None
+        watch: RunStallWatch | None = None
         try:
             async with self._shared.use() as resources:
                 await self._repeat_earlier()
@@ -216,7 +216,7 @@ class RunHandle:
                     cache=self._cache,
                 )
                 limits = self._setup.limits
-                watch = RunLivenessWatch(
+                watch = RunStallWatch(
                     limits.max_seconds, limits.stall_s, self._end_blocked, run.ending.cancel_overdue
                 )
                 if self._question.pictures:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.errors import ConfigError, HostCallError, Refused, StoreError
+from ramify.errors import ConfigError, HostCallError, RequestRefusedError, StoreError
 from ramify.types.picture import (
     MAX_PICTURES,
     MAX_REQUEST_BYTES,
@@ -52,12 +52,12 @@ class RunPictures:
     def read(self, digest: str) -> bytes:
         """Return the bytes of the picture with this digest.
 
-        Raises Refused if the bytes are missing or have changed.
+        Raises RequestRefusedError if the bytes are missing or have changed.
         """
         try:
             return self._read(digest)
         except (OSError, StoreError, LookupError) as error:
-            raise Refused(
+            raise RequestRefusedError(
                 f"a picture of the prompt is no longer available ({error}): give it again, in a "
                 "new run"
             ) from None

@@ -16,7 +16,7 @@ import msgspec
 
 from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.typed_answers import Citation
-from ramify.errors import EventLoopBlockedError, RamifyError, Suspended
+from ramify.errors import EventLoopBlockedError, RamifyError, RunSuspendedError
 from ramify.types.end_reason import describe_ending
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory
@@ -116,7 +116,7 @@ def raise_if_failed(result: Result, resume: Callable[[str], Result]) -> Result:
     """Return ``result``, or raise the corresponding error if the run is suspended or failed without
     an answer.
 
-    The ``resume`` method of a Suspended error calls the function ``resume``.
+    The ``resume`` method of a RunSuspendedError calls the function ``resume``.
     """
     if result.stop is Stop.SUSPENDED:
         raise _suspended_error(result.run_id, result.error, resume) from result.failure
@@ -131,7 +131,7 @@ def raise_if_failed(result: Result, resume: Callable[[str], Result]) -> Result:
 
 @contextlib.contextmanager
 def convert_blocked_error(resume: Callable[[str], Result]) -> Iterator[None]:
-    """Turn EventLoopBlockedError in a ``with`` block into Suspended, so that the run can be
+    """Turn EventLoopBlockedError in a ``with`` block into RunSuspendedError, so that the run can be
     resumed.
 
     This applies only to a stored run. The caller can then continue it with ``resume``.
@@ -144,8 +144,10 @@ def convert_blocked_error(resume: Callable[[str], Result]) -> Iterator[None]:
         raise _suspended_error(error.run_id, str(error), resume) from error
 
 
-def _suspended_error(run_id: str, error: str | None, resume: Callable[[str], Result]) -> Suspended:
-    return Suspended(
+def _suspended_error(
+    run_id: str, error: str | None, resume: Callable[[str], Result]
+) -> RunSuspendedError:
+    return RunSuspendedError(
         f"the run is suspended: {error}; continue it with resume({run_id!r})",
         run_id,
         functools.partial(resume, run_id),

@@ -41,8 +41,8 @@ from ramify.errors import (
     ModelError,
     RamifyError,
     ReplayDiverged,
-    ReplyCut,
     ReplyFiltered,
+    ReplyTruncatedError,
     SandboxError,
     StoreError,
 )
@@ -635,7 +635,11 @@ def _partial_answer(outcome: CallOutcome) -> str:
 
     It is the text of a truncated reply, or the text of the call's last message.
     """
-    return outcome.failure.text if isinstance(outcome.failure, ReplyCut) else outcome.partial
+    return (
+        outcome.failure.text
+        if isinstance(outcome.failure, ReplyTruncatedError)
+        else outcome.partial
+    )
 
 
 def failure_kind(outcome: CallOutcome) -> str:
@@ -644,7 +648,7 @@ def failure_kind(outcome: CallOutcome) -> str:
     Another kind is ``"refusal"``.
     """
     match outcome.failure:
-        case ReplyCut():
+        case ReplyTruncatedError():
             return "length"
         case ReplyFiltered(is_refusal=is_refusal):
             return "refusal" if is_refusal else "content_filter"

@@ -31,13 +31,13 @@ from ramify.engine.question import PAGE_PICTURE, Question
 from ramify.engine.resources import EventLoopResources, ModelsByDepth, RlmSetup
 from ramify.engine.run_ending import RunStopper
 from ramify.engine.run_pictures import RunPictures
-from ramify.errors import ReplyCut
+from ramify.errors import ReplyTruncatedError
 from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Session, expect_module
 from ramify.store.durable_files import BlobStore
 from ramify.terminal_sanitizer import replace_unprintable
 from ramify.types.event import CallEnded, CallStarted, ReplyReceived, RunResumed
-from ramify.types.trajectory import CallForkOrigin, NewCallReason, Stop
+from ramify.types.trajectory import CallForkOrigin, NewAgentCallReason, Stop
 
 if TYPE_CHECKING:
     from ramify.engine.prompt_scaffold import Scaffold
@@ -200,7 +200,10 @@ class SharedRunState:
     # --- calls ------------------------------------------------------------------------------------
 
     def begin_call(
-        self, call: LiveCall, fork: CallForkOrigin | None = None, cause: NewCallReason | None = None
+        self,
+        call: LiveCall,
+        fork: CallForkOrigin | None = None,
+        cause: NewAgentCallReason | None = None,
     ) -> None:
         self.recorder.emit(
             CallStarted(
@@ -244,7 +247,7 @@ class SharedRunState:
             return ""
         if ending.suspension is not None and stop in (Stop.SUSPENDED, Stop.CANCELLED):
             return str(ending.suspension)
-        if stop is Stop.ERROR or isinstance(outcome.failure, ReplyCut):
+        if stop is Stop.ERROR or isinstance(outcome.failure, ReplyTruncatedError):
             return outcome.error or str(outcome.failure or "")
         if stop is Stop.MAX_TURNS:
             most = self.setup.max_turns(depth)

@@ -68,7 +68,7 @@ import builtins
 def _call(name, args, kwargs):
     try:
         return call_host('tool', name, *args, **kwargs)
-    except HostError as error:
+    except SessionHostCallError as error:
         kind = getattr(builtins, error.kind, None)
         known = isinstance(kind, type) and issubclass(kind, Exception)
         raise (kind(str(error)) if known else RuntimeError(f'{error.kind}: {error}')) from None

@@ -12,7 +12,7 @@ import msgspec
 
 from ramify.engine.live_call import LiveCall
 from ramify.engine.shared_run_state import SharedRunState
-from ramify.errors import LimitReached, Refused
+from ramify.errors import LimitReached, RequestRefusedError
 from ramify.types.message import Message, Reply
 
 _LONGER = (2, 4)
@@ -72,7 +72,7 @@ async def _more_of(
         more = await run.requests.ask(call, new, reused=reused, tools=tools, longer=longer)
     except LimitReached:
         return None
-    except Refused as refused:  # a server may refuse a longer limit
+    except RequestRefusedError as refused:  # a server may refuse a longer limit
         if refused.needs_key:
             raise
         return None

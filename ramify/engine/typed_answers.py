@@ -27,7 +27,7 @@ import msgspec
 from ramify.engine import observation_messages
 from ramify.engine.reply_action_parsing import FinalAnswerText
 from ramify.errors import ConfigError
-from ramify.sandbox.guest.mapped_text import MappedText
+from ramify.sandbox.guest.mapped_text import FileBackedText
 from ramify.sources.document_parts import place_at_line
 from ramify.sources.loaded_sources import DocumentPartLocation
 
@@ -360,15 +360,15 @@ def citation_error(citation: Citation, context: Any) -> str | None:
     return None
 
 
-def _source(name: str, context: Any) -> str | MappedText | None:
-    if isinstance(context, str | MappedText):
+def _source(name: str, context: Any) -> str | FileBackedText | None:
+    if isinstance(context, str | FileBackedText):
         return context if name == "context" else None
     if isinstance(context, Mapping):
         value = context.get(
             name, next((item for key, item in context.items() if str(key) == name), None)
         )
-        return value if isinstance(value, str | MappedText) else None
+        return value if isinstance(value, str | FileBackedText) else None
     if isinstance(context, list | tuple) and name.isdecimal() and int(name) < len(context):
         value = context[int(name)]
-        return value if isinstance(value, str | MappedText) else None
+        return value if isinstance(value, str | FileBackedText) else None
     return None

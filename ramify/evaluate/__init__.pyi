@@ -1,14 +1,14 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
-from ramify.agents.agent_job import AgentJob as AgentJob
+from ramify.agents.agent_job import AgentRolloutInput as AgentRolloutInput
 from ramify.agents.agent_result import AgentRun as AgentRun
-from ramify.agents.agent_task import AgentTask as AgentTask
+from ramify.agents.agent_task import ExternalAgentTask as ExternalAgentTask
 from ramify.evaluate.evaluation_report import AttemptTotals as AttemptTotals
 from ramify.evaluate.evaluation_report import EvaluationReport as EvaluationReport
 from ramify.evaluate.evaluation_report import ItemKindStatistics as ItemKindStatistics
 from ramify.evaluate.evaluation_report import difference as difference
 from ramify.evaluate.evaluation_report import report as report
 from ramify.evaluate.evaluation_report import table as table
-from ramify.evaluate.mcp_task import McpTask as McpTask
+from ramify.evaluate.mcp_task import TaskWithMcpTools as TaskWithMcpTools
 from ramify.evaluate.reward_model_client import RewardModel as RewardModel
 from ramify.evaluate.run_evaluation import AttemptOutcome as AttemptOutcome
 from ramify.evaluate.run_evaluation import EvaluationPlan as EvaluationPlan
@@ -24,4 +24,4 @@ from ramify.evaluate.statistics import pass_at_k as pass_at_k
 from ramify.evaluate.verifiers_env import harness as harness
 from ramify.evaluate.verifiers_env import taskset as taskset
 from ramify.evaluate.verifiers_episodes import verifiers_task as verifiers_task
-from ramify.types.agent_outcome import AgentOutcome as AgentOutcome
+from ramify.types.agent_outcome import AgentExitReason as AgentExitReason

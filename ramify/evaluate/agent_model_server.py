@@ -29,11 +29,15 @@ from aiohttp import web
 
 from ramify.clients.base import PromptRenderer, Request
 from ramify.engine.external_conversations import RunModelClient
-from ramify.errors import RamifyError, Refused
+from ramify.errors import RamifyError, RequestRefusedError
 from ramify.http_server.access import ListenAddress, digest_of, new_key, presented_key
 from ramify.http_server.base_server import AiohttpServer
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, model_list_response
+from ramify.http_server.model_api_routes import (
+    CallerModelAccess,
+    ModelApiRoutes,
+    model_list_response,
+)
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import RecentResponseStore
 from ramify.types.message import Message, Reply
@@ -111,7 +115,7 @@ class AgentFacingModel:
 
     def num_tokens(self, request: Request) -> int:
         if self._rendering is None:
-            raise Refused("the tokens of this model's prompts cannot be counted here")
+            raise RequestRefusedError("the tokens of this model's prompts cannot be counted here")
         return len(self._rendering.ids(request))
 
     def token_text(self, id: int) -> str:
@@ -215,10 +219,10 @@ class AgentModelServer:
         await self._http.close()
 
     @asynccontextmanager
-    async def _admit_request(self, http: web.Request) -> AsyncIterator[ModelForCaller]:
+    async def _admit_request(self, http: web.Request) -> AsyncIterator[CallerModelAccess]:
         seat = self._seat(http)
         with self._track_request(presented_key(http), seat):
-            yield ModelForCaller(AgentFacingModel(seat), seat.stored)
+            yield CallerModelAccess(AgentFacingModel(seat), seat.stored)
 
     def _seat(self, http: web.Request) -> AgentModelAccess:
         if (key := presented_key(http)) in self._keyed:

@@ -24,7 +24,7 @@ from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, did_you_mean
 from ramify.evaluate.attempt import DOES_NOT_FIT, attempt
 from ramify.evaluate.run_evaluation import AttemptFunction
-from ramify.tasks.base import Item, Task, TaskStart
+from ramify.tasks.base import Item, RolloutInitialState, Task
 from ramify.types.trajectory import Trajectory
 
 CHARS_PER_TOKEN = 4
@@ -34,7 +34,7 @@ _PROMPT_TOKENS = 200
 """Tokens that a plain call adds to the question and the context."""
 
 
-class PlainCallCapacity(msgspec.Struct, frozen=True):
+class PlainCallModelSpec(msgspec.Struct, frozen=True):
     """The context window, reply limit and price of a model in a plain call."""
 
     window: int
@@ -66,7 +66,7 @@ class PlainCallCapacity(msgspec.Struct, frozen=True):
         return (read + self.reply * self.price.output) / 1e6
 
 
-async def root_model_capacity(rlm: RLM) -> PlainCallCapacity:
+async def root_model_capacity(rlm: RLM) -> PlainCallModelSpec:
     """Return the context window, reply limit and price of the root call's model.
 
     The model is not called.
@@ -74,7 +74,7 @@ async def root_model_capacity(rlm: RLM) -> PlainCallCapacity:
     async with rlm.direct_calls(rlm.limits) as calls:
         window = calls.client.window
         # A reply limit as long as a small window would leave no room for a prompt.
-        return PlainCallCapacity(
+        return PlainCallModelSpec(
             window, min(calls.max_reply_tokens, window // 4), calls.client.price
         )
 
@@ -86,7 +86,7 @@ async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> T
     """
     room = await root_model_capacity(rlm)
 
-    def unfit(start: TaskStart) -> str:
+    def unfit(start: RolloutInitialState) -> str:
         chars = len(item.question) + (
             0 if start.context is None else count_text_chars(start.context)
         )

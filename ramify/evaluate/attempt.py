@@ -39,14 +39,14 @@ from ramify.engine.run_result import Result, as_text
 from ramify.errors import (
     ConfigError,
     RamifyError,
-    Refused,
     ReplayDiverged,
     ReplyFiltered,
+    RequestRefusedError,
     SessionDied,
     user_line_of_error,
 )
 from ramify.logging import ComponentLogger
-from ramify.tasks.base import Item, Task, TaskStart
+from ramify.tasks.base import Item, RolloutInitialState, Task
 from ramify.tasks.batch_scoring import score_batch_with_timeout
 from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.types.event import score_events
@@ -82,7 +82,7 @@ async def attempt(
     search: BranchSearch | None = None,
     limits: Limits | None = None,
     is_scored: bool = True,
-    refuse: Callable[[TaskStart], str] | None = None,
+    refuse: Callable[[RolloutInitialState], str] | None = None,
     model: Model | None = None,
 ) -> Trajectory:
     """Run one attempt at a task item and return its trajectory.
@@ -305,13 +305,13 @@ def _scored_0(name: str, item: Item, why: str) -> Trajectory:
     )
 
 
-def _check_forkable(start: TaskStart) -> None:
+def _check_forkable(start: RolloutInitialState) -> None:
     """Raise ConfigError if the task keeps state outside the session, which a fork would not
     copy."""
     if start.on_end is not None or start.conduct is not None:
         raise ConfigError(
-            "it keeps state outside the session (TaskStart.on_end or conduct), which forks do not "
-            "copy: set rl.rollout.branch=null and choose an estimator without forks"
+            "it keeps state outside the session (RolloutInitialState.on_end or conduct), which "
+            "forks do not copy: set rl.rollout.branch=null and choose an estimator without forks"
         )
 
 
@@ -443,7 +443,7 @@ async def _continue_run(
     rlm: RLM,
     run: str,
     name: str,
-    start: TaskStart,
+    start: RolloutInitialState,
     options: Mapping[str, Any],
     grace_s: float,
 ) -> tuple[Trajectory, Result | str] | None:
@@ -481,7 +481,7 @@ def _no_answer_reason(result: Result | str) -> str:
             return "session died"
         case ReplyFiltered():
             return "reply filtered"
-        case Refused(too_long=True):
+        case RequestRefusedError(too_long=True):
             return DOES_NOT_FIT
     return ""
 

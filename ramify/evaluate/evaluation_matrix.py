@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, StoreError, UnknownRun
-from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, PlainCallCapacity, mode_function
+from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, PlainCallModelSpec, mode_function
 from ramify.evaluate.run_evaluation import (
     EvaluationFileWriter,
     EvaluationPlan,
@@ -317,7 +317,7 @@ class EvalMatrixEstimate(msgspec.Struct, frozen=True):
 
 def estimate_remaining_cost(
     plan: EvalMatrixPlan,
-    rooms: Mapping[str, PlainCallCapacity],
+    rooms: Mapping[str, PlainCallModelSpec],
     limit: float | None,
     left: Mapping[str, int],
 ) -> EvalMatrixEstimate:

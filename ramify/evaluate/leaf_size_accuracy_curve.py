@@ -16,13 +16,13 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, PlainCallCapacity
+from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, PlainCallModelSpec
 from ramify.evaluate.evaluation_matrix import EvalMatrixCell, EvalMatrixPlan
 from ramify.evaluate.evaluation_report import align_columns
 from ramify.evaluate.matrix_report import is_right
 from ramify.evaluate.run_evaluation import AttemptOutcome
 from ramify.evaluate.statistics import share_with_interval
-from ramify.plans.part_size_calibration import CalibrationPoint, PartSizeCalibration
+from ramify.plans.part_size_calibration import PartSizeAccuracy, PartSizeCalibration
 from ramify.plans.text_parts import BYTES_PER_TOKEN
 
 QUESTIONS = {"niah": ("multiquery",), "planted": ("grants",)}
@@ -38,7 +38,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 52, 44, 28
 
 
-def calibration_sizes(room: PlainCallCapacity) -> list[int]:
+def calibration_sizes(room: PlainCallModelSpec) -> list[int]:
     """Return the call sizes that a calibration measures by default.
 
     The smallest size is doubled until the result would no longer fit into the model's window.
@@ -65,7 +65,7 @@ def call_size_of_cell(cell: EvalMatrixCell) -> int:
     return -(-(cell.context_tokens or 0) * CHARS_PER_TOKEN // BYTES_PER_TOKEN)
 
 
-def estimate_calibration_cost(plan: EvalMatrixPlan, room: PlainCallCapacity) -> float | None:
+def estimate_calibration_cost(plan: EvalMatrixPlan, room: PlainCallModelSpec) -> float | None:
     """Estimate the cost of a calibration in dollars, assuming English texts and short replies.
 
     Return None if the model has no known price.
@@ -98,7 +98,7 @@ def date_of(plan: EvalMatrixPlan) -> str:
 
 def calibration_points(
     plan: EvalMatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
-) -> tuple[CalibrationPoint, ...]:
+) -> tuple[PartSizeAccuracy, ...]:
     """Compute the points of a calibration curve, smallest size first.
 
     Sizes without a scored question are omitted.
@@ -110,12 +110,12 @@ def calibration_points(
     return tuple(_point(size, made[size]) for size in sorted(made) if made[size])
 
 
-def _point(size: int, scored: Sequence[AttemptOutcome]) -> CalibrationPoint:
+def _point(size: int, scored: Sequence[AttemptOutcome]) -> PartSizeAccuracy:
     # A leaf that misses a value is wrong, so scores between 0 and 1 count as 0.
     found = share_with_interval(sum(map(is_right, scored)), len(scored))
     costs = [each.cost for each in scored if each.cost is not None]
     dollars = sum(costs) / len(costs) / size * 1e6 if costs and sum(costs) else None
-    return CalibrationPoint(size, len(scored), found.value, found.low, found.high, dollars)
+    return PartSizeAccuracy(size, len(scored), found.value, found.low, found.high, dollars)
 
 
 def curve_lines(calibration: PartSizeCalibration) -> list[str]:

@@ -1,7 +1,7 @@
 """Wrap a task so that its sessions can call the tools of MCP servers.
 
-    McpTask(task, "uvx mcp-server-git")                          servers of each rollout
-    McpTask(task, "https://host/mcp", lifetime="process")        one connection for all rollouts
+    TaskWithMcpTools(task, "uvx mcp-server-git")                    servers of each rollout
+    TaskWithMcpTools(task, "https://host/mcp", lifetime="process")  one connection for all rollouts
 
 Servers with the lifetime ``rollout`` start before each rollout and end after it, for whatever
 reason it ended, so that no rollout sees what another one left behind in them. Servers with the
@@ -19,20 +19,20 @@ from typing import Any, Literal
 
 from ramify.engine.mcp_tools import McpTools, redacted_server, require_mcp_sdk
 from ramify.errors import ConfigError, RamifyError
-from ramify.tasks.base import Item, Score, Task, TaskStart
+from ramify.tasks.base import Item, RolloutInitialState, Score, Task
 from ramify.tasks.batch_scoring import batch_scores, is_scored_by_step
 from ramify.types.trajectory import Trajectory
 
 _LIFETIMES = ("rollout", "process")
 
 
-class McpTask:
+class TaskWithMcpTools:
     """A task that adds the tools of MCP servers to the sessions of another task.
 
     Implements ``Task``.
 
     Example:
-        evaluate.McpTask(my_task, "uvx mcp-server-git", lifetime="process", timeout_s=60)
+        evaluate.TaskWithMcpTools(my_task, "uvx mcp-server-git", lifetime="process", timeout_s=60)
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class McpTask:
         self._shared: McpTools | None = None
         self._opening = threading.Lock()
 
-    async def prepare(self, item: Item) -> TaskStart:
+    async def prepare(self, item: Item) -> RolloutInitialState:
         """Prepare the wrapped task for an item, and add the servers' tools.
 
         Raises ConfigError if a server cannot be used, or if one of its tools has the name of a tool
@@ -120,7 +120,7 @@ class McpTask:
                 self._shared = self._open()
             return self._shared
 
-    def _with_tools(self, start: TaskStart, tools: McpTools) -> TaskStart:
+    def _with_tools(self, start: RolloutInitialState, tools: McpTools) -> RolloutInitialState:
         both: Sequence[str] = sorted({*start.tools} & {*tools})
         if both:
             shown = ", ".join(map(redacted_server, self._servers))

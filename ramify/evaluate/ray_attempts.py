@@ -1,6 +1,6 @@
 """Run the attempts of evaluations on the machines of a Ray cluster.
 
-    evaluate_all ── RayAttemptRunner ──> EvaluationWorker (actors) ──> a run's id, its outcome
+    evaluate_all ── RayAttemptRunner ──> RayEvaluationWorker (actors) ──> a run's id, its outcome
     this process: the order, the records, and what is asked next  a task and an RLM each
 
 Each worker makes the items of a task itself, so that no long context is sent over the network, and
@@ -80,7 +80,7 @@ class _RemoteRecord:
         self._tell(AttemptStartRecord(item, attempt, run))
 
 
-class EvaluationWorker:
+class RayEvaluationWorker:
     """A Ray actor that runs evaluation attempts in threads.
 
     The actor is one process of the cluster.
@@ -110,7 +110,7 @@ class EvaluationWorker:
         Yield the id of the run as soon as it has begun, and finally the outcome of the attempt.
         Both are encoded as JSON.
         """
-        order = msgspec.json.decode(sent, type=RemoteAttemptRequest)
+        order = msgspec.json.decode(sent, type=RayEvalAttemptRequest)
         told: queue.SimpleQueue[object] = queue.SimpleQueue()
 
         def work() -> None:
@@ -129,7 +129,7 @@ class EvaluationWorker:
                 return
 
     def _run_attempt(
-        self, order: RemoteAttemptRequest, tell: Callable[[object], None]
+        self, order: RayEvalAttemptRequest, tell: Callable[[object], None]
     ) -> AttemptOutcome:
         plan = order.plan
         with self._lock:
@@ -159,7 +159,7 @@ class EvaluationWorker:
         return self._made[key]
 
 
-class RemoteAttemptRequest(msgspec.Struct, frozen=True):
+class RayEvalAttemptRequest(msgspec.Struct, frozen=True):
     """A message that asks a Ray worker to run one attempt of an evaluation."""
 
     plan: EvaluationPlan
@@ -218,7 +218,7 @@ class RayAttemptRunner:
             cpus = int(ray.cluster_resources().get("CPU", 1))
             num = min(self._concurrency, self._workers or max(1, cpus))
             each = math.ceil(self._concurrency / num)
-            worker = ray.remote(EvaluationWorker).options(
+            worker = ray.remote(RayEvaluationWorker).options(
                 num_cpus=_WORKER_CPUS, max_concurrency=each + 1, max_restarts=-1
             )
             given = self._make, self._store, os.getcwd(), __version__
@@ -271,7 +271,7 @@ class RayAttemptRunner:
     ) -> AttemptOutcome:
         record = job.record
         run = record.unfinished.get((which.id, which.number), "") if record is not None else ""
-        order = RemoteAttemptRequest(job.plan, which.item_index, which.number, run, max_cost)
+        order = RayEvalAttemptRequest(job.plan, which.item_index, which.number, run, max_cost)
         told = actor.attempt.options(num_returns="streaming").remote(msgspec.json.encode(order))
         async for reference in told:
             found = msgspec.json.decode(await reference, type=AttemptStartRecord | AttemptOutcome)

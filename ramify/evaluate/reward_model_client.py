@@ -31,13 +31,13 @@ from ramify.errors import (
     MalformedResponse,
     ModelError,
     RateLimited,
-    ReplyLost,
+    ReplyLostError,
     did_you_mean,
 )
 from ramify.http_client.http_transport import (
     HttpConnectionPool,
+    HttpRequestTarget,
     HttpResponse,
-    RequestDestination,
     route_to,
 )
 from ramify.secret_redaction import register_secret
@@ -62,7 +62,7 @@ class RewardModel:
 
     Example:
         reward = evaluate.RewardModel("http://gpu1:8000/classify", model="my-rm", label="good")
-        task = tasks.SimpleTask("helpful", splits, reward)
+        task = tasks.DatasetTask("helpful", splits, reward)
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RewardModel:
         self._key = key
         self._key_variable = key_variable
         self._timeout_s = timeout_s
-        self._route: RequestDestination | None = None
+        self._route: HttpRequestTarget | None = None
         self._pool: tuple[asyncio.AbstractEventLoop, HttpConnectionPool] | None = None
         self._batched = BatchedReward(self._ask, max_batch=max_batch, concurrency=concurrency)
 
@@ -164,7 +164,7 @@ class RewardModel:
                 async with exchange as response:
                     answer = await response.read()
         except TimeoutError:
-            raise ReplyLost(f"{where}: no reply within {self._timeout_s:g} s") from None
+            raise ReplyLostError(f"{where}: no reply within {self._timeout_s:g} s") from None
         if answer.status != 200:
             raise error_from_status(
                 where,

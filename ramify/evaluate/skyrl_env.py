@@ -28,7 +28,7 @@ from ramify.engine.limits import Limits
 from ramify.engine.prompt_scaffold import Scaffold
 from ramify.engine.question import ModelSpec
 from ramify.engine.rlm import RLM
-from ramify.errors import ConfigError, Refused
+from ramify.errors import ConfigError, RequestRefusedError
 from ramify.evaluate.attempt import attempt
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, Task, items_of, total
@@ -225,7 +225,7 @@ class _ExternalClient:
 
     async def complete(self, request: Request) -> Reply:
         if request.affinity != "0":
-            raise Refused(
+            raise RequestRefusedError(
                 "calls below the root need a sub_model, which this environment was not given"
             )
         text = await _driver.get().ask(request)

@@ -50,7 +50,7 @@ CorrectionRule = Callable[[str, str], Awaitable[bool | None]]
 the reply. Returns None if it cannot decide."""
 
 
-class ScoringCounts(NamedTuple):
+class TrafficScoringCounts(NamedTuple):
     """The numbers of conversations and replies that were scored or left without a score."""
 
     num_scored: int
@@ -81,7 +81,7 @@ def regex_correction_rule(patterns: Sequence[str]) -> CorrectionRule:
     return is_correction
 
 
-class CorrectionJudge:
+class UserCorrectionDetector:
     """A rule that asks a model whether a user's message corrects the reply before it.
 
     If the model answers anything other than yes or no, the rule is undecided.
@@ -109,7 +109,7 @@ class CorrectionJudge:
         return {"yes": True, "no": False}.get(word)
 
 
-async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> ScoringCounts:
+async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> TrafficScoringCounts:
     """Score each reply in a run store by whether the user's next message corrects it.
 
     A reply gets 0 if it is corrected and 1 otherwise. Replies that the user did not answer get no
@@ -149,12 +149,12 @@ async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> S
             continue
         scored += len(events)
         corrections += sum(bool(is_wrong) for _, is_wrong in known)
-    return ScoringCounts(scored, corrections, undecided, busy)
+    return TrafficScoringCounts(scored, corrections, undecided, busy)
 
 
 def score_stored_conversations(
     store: RunStore, score: Callable[[Trajectory], Worth], by: str = TASK
-) -> ScoringCounts:
+) -> TrafficScoringCounts:
     """Score every conversation in a store with a function of its trajectory.
 
     The function returns a number, a dict of rewards or a ``Score``, as a task's reward function
@@ -185,7 +185,7 @@ def score_stored_conversations(
             busy += 1
         else:
             scored += 1
-    return ScoringCounts(scored, 0, 0, busy)
+    return TrafficScoringCounts(scored, 0, 0, busy)
 
 
 def _has_score(run: Trajectory, call: str, turn: int) -> bool:

@@ -43,11 +43,11 @@ from ramify.evaluate.agent_model_server import MODEL, AgentModelAccess, AgentMod
 from ramify.evaluate.verifiers_chat_harness import register_chat_harness
 from ramify.tasks.base import (
     ENDLESS,
+    DatasetTask,
     Item,
     LazySequence,
+    RolloutInitialState,
     Score,
-    SimpleTask,
-    TaskStart,
     TrajectoryRewardFunction,
 )
 from ramify.tasks.verifiers import LazyVerifiersTasks, load_taskset, verifiers_v1
@@ -72,7 +72,7 @@ def verifiers_task(
     runtime: str = "",
     judge: str = "",
     name: str = "",
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task whose attempts are episodes of an environment of the ``verifiers`` library.
 
     Args:
@@ -96,12 +96,12 @@ def verifiers_task(
     Example:
         task = evaluate.verifiers_task("alphabet-sort", config={"taskset": {"max_turns": 2}})
     """
-    runner = EpisodeRunner(taskset, env, dict(config or {}), harness, runtime, judge, name)
+    runner = VerifiersEpisodeRunner(taskset, env, dict(config or {}), harness, runtime, judge, name)
     splits = {
         split: VerifiersSplit(runner, split, kept)
         for split, kept in runner.split_positions().items()
     }
-    return SimpleTask(
+    return DatasetTask(
         runner.name, splits, TrajectoryRewardFunction(runner.score), begin=runner.prepare
     )
 
@@ -109,7 +109,7 @@ def verifiers_task(
 class VerifiersSplit(LazySequence[Item]):
     """The task items in one split of a ``verifiers`` taskset: train, validation or test."""
 
-    def __init__(self, runner: EpisodeRunner, split: str, kept: Sequence[int]) -> None:
+    def __init__(self, runner: VerifiersEpisodeRunner, split: str, kept: Sequence[int]) -> None:
         """Create one split of the ``verifiers`` taskset that ``runner`` runs.
 
         Tasks are divided into blocks of ``runner.period``, usually ten. The split contains the
@@ -149,7 +149,7 @@ class RunningVerifiersEnv(msgspec.Struct):
     endpoint: AgentModelServer
 
 
-class EpisodeRunner:
+class VerifiersEpisodeRunner:
     """Runs and scores episodes of one environment of the ``verifiers`` library."""
 
     def __init__(
@@ -254,14 +254,14 @@ class EpisodeRunner:
 
     # --- one attempt ------------------------------------------------------------------------------
 
-    async def prepare(self, item: Item) -> TaskStart:
+    async def prepare(self, item: Item) -> RolloutInitialState:
         """Prepare an attempt at a task item, which runs as an episode of the ``verifiers``
         environment.
 
         The environment holds the conversations, not Ramify's engine.
         """
-        attempt = EpisodeAttempt(self, item)
-        return TaskStart(conduct=attempt.run_episode, on_end=attempt.metadata)
+        attempt = VerifiersEpisodeAttempt(self, item)
+        return RolloutInitialState(conduct=attempt.run_episode, on_end=attempt.metadata)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         record = trajectory.metadata.get(_KEY)
@@ -316,13 +316,13 @@ class EpisodeRunner:
         return _with_judges(self._vf, config, update)
 
 
-class EpisodeAttempt:
+class VerifiersEpisodeAttempt:
     """An attempt at a task item that runs one episode of a ``verifiers`` environment.
 
     It keeps the rewards of the episode until the attempt is scored.
     """
 
-    def __init__(self, runner: EpisodeRunner, item: Item) -> None:
+    def __init__(self, runner: VerifiersEpisodeRunner, item: Item) -> None:
         self._runner = runner
         self._item = item
         self._record: dict[str, Any] | None = None

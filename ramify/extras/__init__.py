@@ -44,7 +44,7 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "programs": "ramify.extras.studies.programs.scripted_demonstrator:program_demos",
         "retool": "ramify.extras.studies.toolmath.retool_sft_conversion:retool_demos",
     },
-    "ramify.signals": {"hindsight": "ramify.extras.studies.hindsight_hints:Hindsight"},
+    "ramify.signals": {"hindsight": "ramify.extras.studies.hindsight_hints:HindsightHints"},
     "ramify.presets": {
         "trl": "ramify.extras.studies.other_trainer_presets:TRL",
         "skyrl": "ramify.extras.studies.other_trainer_presets:SKYRL",
@@ -53,10 +53,10 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "areal": "ramify.extras.studies.other_trainer_presets:AREAL",
     },
     "ramify.hints": {
-        "demonstrations": "ramify.extras.studies.hindsight_hints:DemonstrationHints",
+        "demonstrations": "ramify.extras.studies.hindsight_hints:SolutionHints",
         "feedback": "ramify.extras.studies.hindsight_hints:FeedbackHints",
-        "hindsight": "ramify.extras.studies.hindsight_hints:Hindsight",
-        "next_message": "ramify.extras.studies.hindsight_hints:NextMessageHints",
+        "hindsight": "ramify.extras.studies.hindsight_hints:HindsightHints",
+        "next_message": "ramify.extras.studies.hindsight_hints:NextMessageHintSource",
     },
     "ramify.sandboxes": {
         "daytona": "ramify.extras.sandboxes.daytona",

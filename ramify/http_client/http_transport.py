@@ -1,6 +1,6 @@
 """An HTTP/1.1 client for requests to model servers, over plain connections, TLS and proxies.
 
-    async with pool.send(model, route, body) as response:      HttpExchange
+    async with pool.send(model, route, body) as response:      LiveHttpExchange
         await response.read()                                  the whole response, or
         while data := await response.receive(): …              its body as it arrives
 
@@ -37,7 +37,7 @@ from urllib.parse import quote, unquote, urlsplit
 import httptools
 import msgspec
 
-from ramify.errors import ConfigError, MalformedResponse, ModelError, ReplyLost, Unreachable
+from ramify.errors import ConfigError, MalformedResponse, ModelError, ReplyLostError, Unreachable
 from ramify.http_client.decompression import HttpBodyDecompressor, body_too_long_error
 from ramify.http_client.tls import tls_context, tls_failure
 from ramify.http_client.urls_and_proxies import proxy_for, proxy_variable_name
@@ -76,7 +76,7 @@ class HttpResponse(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class RequestDestination(msgspec.Struct, frozen=True):
+class HttpRequestTarget(msgspec.Struct, frozen=True):
     """The destination of an HTTP client's requests, such as the server's URL and the headers.
 
     It is computed once per client to keep single requests cheap.
@@ -94,7 +94,7 @@ class RequestDestination(msgspec.Struct, frozen=True):
     """CONNECT request to the proxy, if one is needed. It may contain the proxy's password."""
 
     def __repr__(self) -> str:
-        return f"RequestDestination({self.url!r})"
+        return f"HttpRequestTarget({self.url!r})"
 
 
 def route_to(
@@ -103,7 +103,7 @@ def route_to(
     method: Method = "POST",
     *,
     through_proxy: bool = True,
-) -> RequestDestination:
+) -> HttpRequestTarget:
     """Return the destination for requests to ``url``.
 
     They go through the proxy that the environment sets. With ``through_proxy=False`` any proxy is
@@ -126,18 +126,18 @@ def route_to(
     elif proxy:
         target, fields = f"http://{shown}{target}", fields | for_proxy
     head = _head(f"{method} {target} HTTP/1.1", fields)
-    return RequestDestination(url, method, (parts.scheme, host, port, proxy), head, connect)
+    return HttpRequestTarget(url, method, (parts.scheme, host, port, proxy), head, connect)
 
 
 def route_to_socket(
     path: str, target: str, headers: Mapping[str, str], method: Method
-) -> RequestDestination:
+) -> HttpRequestTarget:
     """Return the destination for requests to a server behind a Unix socket.
 
     ``path`` is the path of the socket. ``target`` is the request's path and query, already quoted.
     """
     head = _head(f"{method} {target} HTTP/1.1", {"Host": "localhost", **_HEADERS, **headers})
-    return RequestDestination(f"unix:{path}", method, ("unix", path, 0, ""), head)
+    return HttpRequestTarget(f"unix:{path}", method, ("unix", path, 0, ""), head)
 
 
 def _ascii_host(host: str) -> str:
@@ -209,19 +209,19 @@ class HttpConnectionPool:
     def prepare_exchange(
         self,
         where: str,
-        route: RequestDestination,
+        route: HttpRequestTarget,
         body: bytes = b"",
         max_body_bytes: int | None = None,
         *,
         upgrades: bool = False,
-    ) -> HttpExchange:
+    ) -> LiveHttpExchange:
         """Prepare an HTTP exchange, whose request is sent on entering its ``async with`` block.
 
         ``where`` names the server in errors. ``max_body_bytes`` lowers the pool's limit for this
         response. ``upgrades`` allows status 101, after which the caller takes over the connection.
         """
         most = min(self._max_body_bytes, max_body_bytes or self._max_body_bytes)
-        return HttpExchange(self, where, route, body, most, upgrades)
+        return LiveHttpExchange(self, where, route, body, most, upgrades)
 
     async def close(self) -> None:
         for connection in list(self._open):
@@ -230,7 +230,7 @@ class HttpConnectionPool:
         for _ in range(5):  # transports close in the loop's next iterations; TLS needs several
             await asyncio.sleep(0)
 
-    async def take(self, where: str, route: RequestDestination) -> _Connection:
+    async def take(self, where: str, route: HttpRequestTarget) -> _Connection:
         """Take the most recently used idle connection to a server, or open a new one."""
         idle = self._idle.get(route.origin)
         too_old = asyncio.get_running_loop().time() - self._keepalive_s
@@ -241,12 +241,12 @@ class HttpConnectionPool:
             connection.abort()
         return await self._connect(where, route)
 
-    def put_back(self, route: RequestDestination, connection: _Connection) -> None:
+    def put_back(self, route: HttpRequestTarget, connection: _Connection) -> None:
         """Return a connection to the pool for another request, once its response is complete."""
         connection.idle_since = asyncio.get_running_loop().time()
         self._idle.setdefault(route.origin, deque()).append(connection)
 
-    async def _connect(self, where: str, route: RequestDestination) -> _Connection:
+    async def _connect(self, where: str, route: HttpRequestTarget) -> _Connection:
         scheme, host, _, proxy = route.origin
         through = f" through the proxy {_shown_proxy(proxy)}" if proxy else ""
         hint = (
@@ -278,7 +278,7 @@ class HttpConnectionPool:
             reason = "the connection closed while TLS was set up" if broke else _reason(error)
             raise _unreachable_error(f"{text} ({reason}){hint}", reason) from error
 
-    async def _open_connection(self, route: RequestDestination) -> _Connection:
+    async def _open_connection(self, route: HttpRequestTarget) -> _Connection:
         """Open a connection to the server, through a proxy and with TLS if necessary."""
         loop = asyncio.get_running_loop()
         scheme, host, port, proxy = route.origin
@@ -364,7 +364,7 @@ class _ProxyRefused(Exception):
         self.transient = transient
 
 
-class HttpExchange:
+class LiveHttpExchange:
     """One HTTP request and its response.
 
     Entering the ``async with`` block sends the request and waits for the response's head. Leaving
@@ -380,7 +380,7 @@ class HttpExchange:
         self,
         pool: HttpConnectionPool,
         where: str,
-        route: RequestDestination,
+        route: HttpRequestTarget,
         body: bytes,
         max_body_bytes: int,
         upgrades: bool,
@@ -395,7 +395,7 @@ class HttpExchange:
         self._reader.may_upgrade = upgrades
         self._connection: _Connection | None = None
 
-    async def __aenter__(self) -> HttpExchange:
+    async def __aenter__(self) -> LiveHttpExchange:
         connection = await self._pool.take(self._where, self._route)
         self._connection, reader = connection, self._reader
         try:
@@ -483,7 +483,9 @@ class HttpExchange:
             )
         transport = connection.transport
         if transport is None:
-            raise self._add_location(ReplyLost("the connection broke before the reply was whole"))
+            raise self._add_location(
+                ReplyLostError("the connection broke before the reply was whole")
+            )
         self._connection = None
         connection.replaced()
         return transport, reader.take()
@@ -657,7 +659,9 @@ class _Connection(asyncio.Protocol):
                 reader.is_complete = True
             else:
                 reason = f": {exc}" if exc and str(exc) else ""
-                self._error = ReplyLost(f"the connection broke before the reply was whole{reason}")
+                self._error = ReplyLostError(
+                    f"the connection broke before the reply was whole{reason}"
+                )
         self._wake_up()
 
     def data_received(self, data: bytes) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.base import Request, Sampling, Tool
-from ramify.errors import Refused
+from ramify.errors import RequestRefusedError
 from ramify.http_server import model_api
 from ramify.http_server.model_api import (
     ReplyDeltaTracker,
@@ -128,7 +128,7 @@ class AnthropicReplyWriter:
     def __init__(self, parsed: AnthropicMessagesRequest, model: ServedModel) -> None:
         """Prepare to answer a parsed request to the messages API.
 
-        Raises Refused or RequestRejected if it cannot be answered.
+        Raises RequestRefusedError or RequestRejected if it cannot be answered.
         """
         self.is_streamed = bool(parsed.stream)
         self.is_private = parsed.store is False
@@ -257,20 +257,20 @@ class AnthropicReplyWriter:
 def parse_request(body: bytes, model: ServedModel) -> AnthropicReplyWriter:
     """Parse the body of a messages API request, and return the writer of its response.
 
-    Raises Refused or RequestRejected with the reason if it is invalid.
+    Raises RequestRefusedError or RequestRejected with the reason if it is invalid.
     """
     parsed = _parse_request(body)
     if parsed.max_tokens is None:
         raise RequestRejected("max_tokens is missing: give at least 1", param="max_tokens")
     if parsed.max_tokens < 1:
-        raise Refused(f"max_tokens is {parsed.max_tokens}: give at least 1")
+        raise RequestRefusedError(f"max_tokens is {parsed.max_tokens}: give at least 1")
     return AnthropicReplyWriter(parsed, model)
 
 
 def parse_token_count_request(body: bytes, model: ServedModel) -> Request:
     """Parse the body of a request to count a prompt's tokens.
 
-    Raises Refused or RequestRejected with the reason if it is invalid.
+    Raises RequestRefusedError or RequestRejected with the reason if it is invalid.
     """
     return _request_of(_parse_request(body), model.window)
 
@@ -279,7 +279,7 @@ def _parse_request(body: bytes) -> AnthropicMessagesRequest:
     parsed = model_api.decode_request(_decoder, body, "message")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
-        raise Refused("messages is empty: give at least one")
+        raise RequestRefusedError("messages is empty: give at least one")
     if parsed.messages[-1].role == "assistant":
         raise RequestRejected(
             "the last message is the assistant's: prefilling a reply is not supported; end with a "

@@ -35,10 +35,10 @@ from ramify.http_server.access import (
     check_origin,
     presented_key,
 )
-from ramify.http_server.connections import HttpServerConnection, IncomingConnections
+from ramify.http_server.connections import HttpServerConnection, HttpServerConnections
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
-from ramify.http_server.request_body_limiter import RequestBodyLimiter
+from ramify.http_server.request_body_limiter import LimitedBodyReader
 from ramify.logging import ComponentLogger
 from ramify.store.durable_files import make_folder
 
@@ -47,7 +47,7 @@ GONE = 499
 """Status that is recorded for a request whose client disconnected. It is never sent."""
 CALLER = web.RequestKey("caller", str)
 """Name of the caller who sent a request. Empty if the server needs no key."""
-_UPLOADS = web.AppKey("uploads", RequestBodyLimiter)
+_UPLOADS = web.AppKey("uploads", LimitedBodyReader)
 _BACKLOG = 1024
 _LIMITS = HttpLimits()
 _log = ComponentLogger("serve")
@@ -104,10 +104,10 @@ class AiohttpServer:
         self._token = token
         self._public = frozenset(public)
         self._statuses = dict(statuses or {})
-        self.uploads = RequestBodyLimiter(limits)
+        self.uploads = LimitedBodyReader(limits)
         self._key_help = key_help
         self._on_response = on_response
-        self.connections = IncomingConnections(limits)
+        self.connections = HttpServerConnections(limits)
         self._listeners: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.base import Request, Sampling, Tool
-from ramify.errors import Refused
+from ramify.errors import RequestRefusedError
 from ramify.http_server import model_api
 from ramify.http_server.model_api import (
     MAX_REPLIES,
@@ -144,7 +144,7 @@ class ChatCompletionsReplyWriter:
     def __init__(self, parsed: ChatCompletionRequest, model: ServedModel) -> None:
         """Prepare to answer a parsed chat completion request.
 
-        Raises Refused or RequestRejected if it cannot be answered.
+        Raises RequestRefusedError or RequestRejected if it cannot be answered.
         """
         self.num_replies = _num_replies(parsed.n)
         self.is_streamed = bool(parsed.stream)
@@ -229,15 +229,15 @@ class ChatCompletionsReplyWriter:
 def parse_request(body: bytes, model: ServedModel) -> ChatCompletionsReplyWriter:
     """Parse the body of a chat completion request, and return the writer of its response.
 
-    Raises Refused or RequestRejected with the reason if it is invalid.
+    Raises RequestRefusedError or RequestRejected with the reason if it is invalid.
     """
     parsed = model_api.decode_request(_decoder, body, "chat completion")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
-        raise Refused("messages is empty: give at least one")
+        raise RequestRefusedError("messages is empty: give at least one")
     limit = _limit(parsed)
     if limit is not None and limit < 1:
-        raise Refused(f"max_tokens is {limit}: give at least 1")
+        raise RequestRefusedError(f"max_tokens is {limit}: give at least 1")
     model_api.check_sampling(parsed.temperature, parsed.top_p)
     if parsed.top_logprobs and not parsed.logprobs:
         raise RequestRejected("top_logprobs needs logprobs=true", param="top_logprobs")

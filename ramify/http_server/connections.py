@@ -47,7 +47,7 @@ _BATCH = 32
 _HEAD_END = b"\r\n\r\n"
 
 
-class IncomingConnections:
+class HttpServerConnections:
     """The open connections of one server.
 
     It accepts new ones, and closes those that wait too long for a request.
@@ -127,7 +127,7 @@ class HttpServerConnection(web.RequestHandler):
 
     def __init__(
         self,
-        table: IncomingConnections,
+        table: HttpServerConnections,
         web_server: web.Server,
         loop: asyncio.AbstractEventLoop,
     ) -> None:

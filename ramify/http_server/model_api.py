@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ramify.clients.base import Request, Tool
-from ramify.errors import Refused
+from ramify.errors import RequestRefusedError
 from ramify.http_server.rejections import RequestRejected
 from ramify.types.message import Message, Reply, ToolCall
 
@@ -68,7 +68,7 @@ class ServedModel(Protocol):
     def num_tokens(self, request: Request) -> int:
         """Return the number of tokens in a request's prompt.
 
-        Raises Refused if it cannot be determined.
+        Raises RequestRefusedError if it cannot be determined.
         """
         ...
 
@@ -201,13 +201,13 @@ def parse_openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
 def decode_request(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> T:
     """Decode the JSON body of a request to a model API.
 
-    Raises Refused with the reason if it is invalid. ``kind`` names the requested object in the
-    error.
+    Raises RequestRefusedError with the reason if it is invalid. ``kind`` names the requested object
+    in the error.
     """
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"not a request for a {kind}: {error}") from None
+        raise RequestRefusedError(f"not a request for a {kind}: {error}") from None
 
 
 def refuse_unsupported(parsed: msgspec.Struct, harmless: Mapping[str, Sequence[Any]]) -> None:
@@ -224,10 +224,10 @@ def refuse_unsupported(parsed: msgspec.Struct, harmless: Mapping[str, Sequence[A
 def check_sampling(temperature: float | None, top_p: float | None) -> None:
     """Check a request's sampling options: ``temperature >= 0`` and ``0 < top_p <= 1``.
 
-    Raises Refused otherwise.
+    Raises RequestRefusedError otherwise.
     """
     if not (temperature or 0) >= 0 or not 0 < (1 if top_p is None else top_p) <= 1:
-        raise Refused(
+        raise RequestRefusedError(
             f"temperature={temperature} must be at least 0, top_p={top_p} above 0 and at most 1"
         )
 
@@ -378,11 +378,11 @@ def server_sent_event(event: object, kind: str = "") -> bytes:
 def text_of_parts(parts: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]) -> Iterator[str]:
     """Yield the text of each part of a message.
 
-    ``kinds`` maps each supported kind of part to the field with its text. Raises Refused for any
-    other kind.
+    ``kinds`` maps each supported kind of part to the field with its text. Raises
+    RequestRefusedError for any other kind.
     """
     for part in parts:
         kind = str(part.get("type"))
         if kind not in kinds:
-            raise Refused(f"content of type {kind:.60} is not supported: give text")
+            raise RequestRefusedError(f"content of type {kind:.60} is not supported: give text")
         yield str(part.get(kinds[kind]) or "")

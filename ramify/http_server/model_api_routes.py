@@ -26,7 +26,7 @@ import msgspec
 from aiohttp import web
 
 from ramify.clients.base import Request
-from ramify.errors import ModelError, RamifyError, RateLimited, Refused
+from ramify.errors import ModelError, RamifyError, RateLimited, RequestRefusedError
 from ramify.http_server import anthropic_messages_api, chat_completions_api, responses_api
 from ramify.http_server.base_server import receive_body
 from ramify.http_server.model_api import ModelApiReplyWriter, ServedModel, encode
@@ -43,7 +43,7 @@ Recorder = Callable[[str, int, Request, Reply], Awaitable[None]]
 """Function that records a reply: (response id, number of the reply in it, request, reply)."""
 
 
-class ModelForCaller(msgspec.Struct, frozen=True):
+class CallerModelAccess(msgspec.Struct, frozen=True):
     """A model as served to one caller, and the stored responses of that caller."""
 
     model: ServedModel
@@ -61,7 +61,7 @@ class ModelForCaller(msgspec.Struct, frozen=True):
         return {"Ramify-Recorded": "true"} if is_recorded else {}
 
 
-Admission = Callable[[web.Request], AbstractAsyncContextManager[ModelForCaller]]
+Admission = Callable[[web.Request], AbstractAsyncContextManager[CallerModelAccess]]
 """Context manager that admits a request until its block ends. Raises RequestRejected if the request
 is not admitted."""
 
@@ -136,7 +136,7 @@ class ModelApiRoutes:
     async def _answer_request(
         self,
         http: web.Request,
-        caller: ModelForCaller,
+        caller: CallerModelAccess,
         read: Callable[[bytes], ModelApiReplyWriter],
     ) -> web.StreamResponse:
         with errors_as_rejections():
@@ -164,7 +164,7 @@ def errors_as_rejections() -> Iterator[None]:
 def rejection_of(error: RamifyError) -> RequestRejected:
     """Return the error response that reports an error of a model or of a request."""
     match error:
-        case Refused():
+        case RequestRefusedError():
             return RequestRejected(str(error), code=TOO_LONG if error.too_long else None)
         case RateLimited():
             wait_s = error.retry_after_s
@@ -202,7 +202,7 @@ async def _read(http: web.Request, read: Callable[[bytes], T]) -> T:
 
 
 async def _stream_reply(
-    http: web.Request, caller: ModelForCaller, exchange: ModelApiReplyWriter
+    http: web.Request, caller: CallerModelAccess, exchange: ModelApiReplyWriter
 ) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={

@@ -27,7 +27,7 @@ SMALL_BYTES = 64 << 10
 """Size in bytes of the largest body for which no memory has to be reserved."""
 
 
-class RequestBodyLimiter:
+class LimitedBodyReader:
     """Reads the bodies of requests to a server, with limits on memory and time.
 
     The memory limit applies to all bodies together, and the time limit to each one.
@@ -80,7 +80,7 @@ class RequestBodyLimiter:
 class _Upload:
     """A request body that is being received, and the memory reserved for it."""
 
-    def __init__(self, uploads: RequestBodyLimiter, caller: str) -> None:
+    def __init__(self, uploads: LimitedBodyReader, caller: str) -> None:
         self._uploads = uploads
         self._caller = caller
         self._reserved = 0

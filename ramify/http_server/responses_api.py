@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.base import Request, Sampling, Tool
-from ramify.errors import Refused
+from ramify.errors import RequestRefusedError
 from ramify.http_server import model_api
 from ramify.http_server.model_api import ReplyDeltaTracker, ServedModel, encode, server_sent_event
 from ramify.http_server.rejections import RequestRejected
@@ -167,7 +167,7 @@ class ResponsesApiReplyWriter:
     ) -> None:
         """Prepare to answer a parsed responses API request, whose body had ``num_bytes`` bytes.
 
-        Raises Refused or RequestRejected for a request that cannot be answered.
+        Raises RequestRefusedError or RequestRejected for a request that cannot be answered.
         """
         before: tuple[Message, ...] = ()
         if parsed.previous_response_id is not None:
@@ -429,12 +429,14 @@ def parse_request(
 ) -> ResponsesApiReplyWriter:
     """Parse the body of a responses API request, and return the writer of its response.
 
-    Raises Refused or RequestRejected with the reason if it is invalid.
+    Raises RequestRefusedError or RequestRejected with the reason if it is invalid.
     """
     parsed = model_api.decode_request(_decoder, body, "response")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if parsed.max_output_tokens is not None and parsed.max_output_tokens < 1:
-        raise Refused(f"max_output_tokens is {parsed.max_output_tokens}: give at least 1")
+        raise RequestRefusedError(
+            f"max_output_tokens is {parsed.max_output_tokens}: give at least 1"
+        )
     model_api.check_sampling(parsed.temperature, parsed.top_p)
     return ResponsesApiReplyWriter(parsed, model, stored, len(body))
 
@@ -520,7 +522,7 @@ class _WrittenReply:
 def _message(item: _Item, index: int) -> Message:
     """Convert an input item that the model did not write to a message for the engine.
 
-    Raises Refused or RequestRejected if it is not supported.
+    Raises RequestRefusedError or RequestRejected if it is not supported.
     """
     if item.type == "function_call_output":
         id = model_api.original_call_id(item.call_id)

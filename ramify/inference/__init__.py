@@ -5,11 +5,12 @@
     >>> client = inference.LocalClient(policy, name="local:qwen")
 
     your own client     Client Request Reply Message Sampling Tool ToolCall Usage Price
-    its errors          RateLimited Unreachable ReplyLost ServerFailed MalformedResponse Refused …
+    its errors          RateLimited Unreachable ReplyLostError ServerStatusError MalformedResponse
+                        RequestRefusedError …
     a policy            load_policy save_policy from_config Policy SamplingDefaults
     an engine           LocalClient connect
-    engines             InferenceClient InferenceSpec EngineLost CachePressure
-    weight sync         WeightSync WeightReceiver LazyWeight WeightChunk WeightPiece
+    engines             UpdatableInferenceClient InferenceSpec EngineLost CachePressure
+    weight sync         WeightSync WeightReceiver LazyExportWeight WeightChunk WeightUpdateTensor
 
 These are all the public names (``__all__``); modules below this package are private.
 """

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import msgspec
 
 from ramify.clients.base import Client, Request
-from ramify.errors import ConfigError, ModelError, Refused
+from ramify.errors import ConfigError, ModelError, RequestRefusedError
 from ramify.pip_install_command import install_command
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class CachePressure(msgspec.Struct, frozen=True):
 
 
 @runtime_checkable
-class InferenceClient(Client, Protocol):
+class UpdatableInferenceClient(Client, Protocol):
     """A client of an engine whose weights change between training steps."""
 
     @property
@@ -100,7 +100,9 @@ def require_train_extra(what: str) -> None:
             )
 
 
-def prompt_too_long_error(name: str, window: int, request: Request | None, num_ids: int) -> Refused:
+def prompt_too_long_error(
+    name: str, window: int, request: Request | None, num_ids: int
+) -> RequestRefusedError:
     """Return the error for a prompt that leaves no room for a reply in the context window.
 
     The prompt has ``num_ids`` tokens.
@@ -115,7 +117,7 @@ def prompt_too_long_error(name: str, window: int, request: Request | None, num_i
                 f"{len(before.ids)} from the turns before, {num_ids - len(before.ids)} from {new} "
                 "new messages"
             )
-    error = Refused(
+    error = RequestRefusedError(
         f"{name}: the prompt has {num_ids} tokens ({parts}), and the window of {window} leaves no "
         "room for a reply: shorten it, or let a child look at a part"
     )

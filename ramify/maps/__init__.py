@@ -2,7 +2,7 @@
 
 Each map is stored as one run that consists of many small ones.
 
-    rows ──> RowQuestionMaker ─┬─> RowAnsweringMethod ──> TableMapJournal ──> MapOutput, in order
+    rows ──> RowQuestionMaker ─┬─> RowAnswerer ──> TableMapJournal ──> MapOutputWriter, in order
              (template)        │   plain call or session       ▲
                                └── answered before, ───────────┘
                                    or an equal row
@@ -31,7 +31,7 @@ Each map is stored as one run that consists of many small ones.
 | `api.py` | `ramify.map` and `ramify.amap` |
 
 A row that needs a session is answered by an ordinary run, which the map's journal names. Maps can
-be extended in two ways. A new way of answering a row is a `RowAnsweringMethod` that
+be extended in two ways. A new way of answering a row is a `RowAnswerer` that
 `create_row_answerers` returns. Several processes share a budget through the `shared` ledger of
 their ledgers. How a single question is answered is defined in `ramify/engine`.
 """

@@ -28,7 +28,7 @@ from ramify.clients.base import Request
 from ramify.clients.provider_batch_apis import (
     BatchApi,
     BatchCapableClient,
-    BatchResult,
+    BatchRequestResult,
     BatchState,
     batch_price,
     split,
@@ -39,8 +39,8 @@ from ramify.errors import (
     ConfigError,
     ModelError,
     RateLimited,
-    Refused,
-    ServerFailed,
+    RequestRefusedError,
+    ServerStatusError,
     Unreachable,
     is_fixable_by_user,
 )
@@ -50,10 +50,10 @@ from ramify.maps.map_journal import (
     BatchAcceptedLine,
     BatchEndedLine,
     BatchUploadIntentLine,
-    DirectReplyLine,
+    DirectReplyRecord,
     FailedRequestLine,
     MapJournalLine,
-    QuestionEndedLine,
+    QuestionEndedRecord,
     QuestionStartedLine,
     TableMapJournal,
     digest_to_base64,
@@ -343,7 +343,11 @@ class MapBatchJobs:
             try:
                 batch.id = await self._api.create(sent.key, lines)
             except ModelError as error:
-                if isinstance(error, Refused) and not error.needs_key and not error.transient:
+                if (
+                    isinstance(error, RequestRefusedError)
+                    and not error.needs_key
+                    and not error.transient
+                ):
                     self._give_up(batch, str(error))
                     return
                 failed += 1
@@ -473,7 +477,7 @@ class MapBatchJobs:
         return True
 
     async def _record_result(
-        self, batch: UnfinishedBatch, result: BatchResult, found: _Collected
+        self, batch: UnfinishedBatch, result: BatchRequestResult, found: _Collected
     ) -> None:
         """Record one result of a downloaded batch: the reply or the error for a question.
 
@@ -494,7 +498,7 @@ class MapBatchJobs:
         reply = self._calls.prepare_for_record(reply, request, self._price)
         offset = self._journal.append(
             MapJournalLine(
-                r=DirectReplyLine(
+                r=DirectReplyRecord(
                     number,
                     0,
                     reply.message.content,
@@ -516,7 +520,7 @@ class MapBatchJobs:
         self,
         batch: UnfinishedBatch,
         first: QuestionStartedLine,
-        result: BatchResult,
+        result: BatchRequestResult,
         error: ModelError,
         found: _Collected,
     ) -> None:
@@ -524,7 +528,7 @@ class MapBatchJobs:
 
         The row is asked again in a later batch, unless it has failed for good.
         """
-        if isinstance(error, Refused):
+        if isinstance(error, RequestRefusedError):
             self._client.adapt_to_refusal(error)
             if error.needs_key:
                 found.cause = error
@@ -558,7 +562,7 @@ class MapBatchJobs:
             self._recorded.open[digest] = UnfinishedQuestion(number)
             return
         del self._tries[number]
-        end = QuestionEndedLine(number, Stop.ERROR, None, str(error), (), 0, None, 0.0)
+        end = QuestionEndedRecord(number, Stop.ERROR, None, str(error), (), 0, None, 0.0)
         self.failed[digest] = self._journal.append(MapJournalLine(e=end))
         self._recorded.open.pop(digest, None)
         self.ended.add(number)
@@ -568,7 +572,7 @@ class MapBatchJobs:
 
         Each row without a result counts as a failed attempt and may be asked again.
         """
-        error = ServerFailed(why)
+        error = ServerStatusError(why)
         for offset, _ in list(batch.waiting.values()):
             self._record_missing_result(
                 batch, self._read_started_line(offset), error, may_return=True
@@ -631,7 +635,7 @@ class _Collected(msgspec.Struct):
     """Problems found among the results of one downloaded batch of questions."""
 
     num_cancelled: int = 0
-    cause: Refused | None = None
+    cause: RequestRefusedError | None = None
     """The error that explains refused rows if a person can fix its cause, such as a used-up quota;
     otherwise None."""
 

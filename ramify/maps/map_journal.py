@@ -63,7 +63,7 @@ RAY_MAPS = "ray_maps"
 """Subfolder of a run store with the spending records of maps on a Ray cluster."""
 
 
-class RayMapMetadata(msgspec.Struct, frozen=True):
+class RayMapHeaderFields(msgspec.Struct, frozen=True):
     """The part of a map's header that is only used on a Ray cluster.
 
     Answers are written to output files there, and not to the journal. It names the columns, and the
@@ -105,12 +105,12 @@ class MapJournalHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     asked: str = ""
     """Text that follows the row and the question in a direct prompt, and describes the form of the
     answer."""
-    parts: RayMapMetadata | None = None
+    parts: RayMapHeaderFields | None = None
     """Location of the rows if they are not in this journal."""
     version: int = _VERSION
 
 
-class MapContinuedLine(msgspec.Struct, frozen=True, array_like=True):
+class MapStartRecord(msgspec.Struct, frozen=True, array_like=True):
     """A journal line that records the start or continuation of a map.
 
     It contains the limits that apply.
@@ -152,7 +152,7 @@ class QuestionStartedLine(msgspec.Struct, frozen=True, array_like=True):
     """Cost in dollars that is reserved for the request, or None if the model has no price."""
 
 
-class RetryRequestLine(msgspec.Struct, frozen=True, array_like=True):
+class FollowUpRequestRecord(msgspec.Struct, frozen=True, array_like=True):
     """A journal line that records another request for the same question.
 
     The request either asks the model to repair a reply that does not fit the answer type, or
@@ -168,7 +168,7 @@ class RetryRequestLine(msgspec.Struct, frozen=True, array_like=True):
     cost: float | None
 
 
-class DirectReplyLine(msgspec.Struct, frozen=True, array_like=True):
+class DirectReplyRecord(msgspec.Struct, frozen=True, array_like=True):
     """A journal line with the model's reply to a direct call, which is a request without a Python
     session."""
 
@@ -209,7 +209,7 @@ class RowRunStartedLine(msgspec.Struct, frozen=True, array_like=True):
     """Id of the run."""
 
 
-class QuestionEndedLine(msgspec.Struct, frozen=True, array_like=True):
+class QuestionEndedRecord(msgspec.Struct, frozen=True, array_like=True):
     """A journal line that records how a question ended if no reply line does.
 
     Either a run answered the question, or the question failed.
@@ -274,13 +274,13 @@ class MapJournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     map: MapJournalHeader | None = None
-    c: MapContinuedLine | None = None
+    c: MapStartRecord | None = None
     q: QuestionStartedLine | None = None
-    t: RetryRequestLine | None = None
-    r: DirectReplyLine | None = None
+    t: FollowUpRequestRecord | None = None
+    r: DirectReplyRecord | None = None
     x: FailedRequestLine | None = None
     s: RowRunStartedLine | None = None
-    e: QuestionEndedLine | None = None
+    e: QuestionEndedRecord | None = None
     d: DuplicateRowLine | None = None
     b: QuestionStartedLine | None = None
     w: BatchUploadIntentLine | None = None

@@ -17,11 +17,11 @@ import msgspec
 from ramify.engine.limits import BudgetAmount
 from ramify.maps.map_journal import (
     BatchUploadIntentLine,
-    MapContinuedLine,
+    FollowUpRequestRecord,
     MapJournalHeader,
     MapJournalLine,
+    MapStartRecord,
     QuestionStartedLine,
-    RetryRequestLine,
     digest_to_int,
     read_lines,
     usage_from_counts,
@@ -65,7 +65,7 @@ class MapJournalState:
 
     def __init__(self) -> None:
         self.header: MapJournalHeader | None = None
-        self.last_start: MapContinuedLine | None = None
+        self.last_start: MapStartRecord | None = None
         self.answered: dict[int, int] = {}
         """Question digest -> journal offset of the line with its answer, which is a reply or the
         end of a run. A last reply that is damaged or does not fit the answer type is detected only
@@ -217,7 +217,7 @@ class MapJournalState:
         return found
 
     def _record_sent_request(
-        self, number: int, line: QuestionStartedLine | RetryRequestLine
+        self, number: int, line: QuestionStartedLine | FollowUpRequestRecord
     ) -> None:
         self._charge_in_flight(number)
         most = Usage(line.max_input_tokens, line.max_output_tokens, calls=1, unknown_calls=1)

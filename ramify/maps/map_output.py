@@ -35,7 +35,7 @@ _WRITE_BYTES = 1 << 18
 ENDINGS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 
 
-class AnswerColumns:
+class AddedAnswerColumns:
     """The answer and error columns that a map adds to its table."""
 
     def __init__(self, kind: AnswerSchema | None, prefix: str, taken: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ class AnswerColumns:
         return pyarrow.array(values, pyarrow.type_for_alias(alias or "string"), from_pandas=True)
 
 
-class MapOutput(abc.ABC):
+class MapOutputWriter(abc.ABC):
     """The destination to which a map writes the rows of its table, in order.
 
     It is either a file or a table in memory.
@@ -129,13 +129,13 @@ class MapOutput(abc.ABC):
         """
 
 
-class _Table(MapOutput):
+class _Table(MapOutputWriter):
     """The output of a map that is collected in memory.
 
     It extends the given table with new columns if possible, and otherwise is a list of rows.
     """
 
-    def __init__(self, source: RowSource, added: AnswerColumns) -> None:
+    def __init__(self, source: RowSource, added: AddedAnswerColumns) -> None:
         self._rows: list[dict[str, Any]] = []
         self._numbers: list[int] = []
         self._new: dict[str, list[Any]] = {name: [] for name in added.names}
@@ -158,7 +158,7 @@ class _Table(MapOutput):
         pass
 
 
-class _File(MapOutput):
+class _File(MapOutputWriter):
     """The output file of a map, which appears at its destination only when it is complete.
 
     It is written under a temporary name in the same folder and then renamed.
@@ -246,7 +246,9 @@ class _Csv(_File):
 
 
 class _Parquet(_File):
-    def __init__(self, path: Path, names: Sequence[str], source: RowSource, added: AnswerColumns):
+    def __init__(
+        self, path: Path, names: Sequence[str], source: RowSource, added: AddedAnswerColumns
+    ):
         super().__init__(path)
         try:
             import pyarrow
@@ -322,7 +324,7 @@ class _Parquet(_File):
             self._writer.close()
 
 
-def open_output(out: Path | None, source: RowSource, added: AnswerColumns) -> MapOutput:
+def open_output(out: Path | None, source: RowSource, added: AddedAnswerColumns) -> MapOutputWriter:
     """Open the destination to which a map writes its output rows.
 
     The extension of the file name ``out`` determines the format. Without a file name, rows are
@@ -350,7 +352,7 @@ def open_output(out: Path | None, source: RowSource, added: AnswerColumns) -> Ma
 
 
 def output_row(
-    row: Row, source: RowSource, added: AnswerColumns, answer: Any, error: str | None
+    row: Row, source: RowSource, added: AddedAnswerColumns, answer: Any, error: str | None
 ) -> dict[str, Any]:
     """Return one row of a map's output: the input columns, the answer and the error.
 

@@ -5,7 +5,7 @@ This module decides in which order rows are answered and written, and when the m
     rows ── RowQuestionMaker ──┬── answered before: its answer is read from the journal
                           ├── asked by an earlier row: it waits for that one
                           └── a worker answers it, by the smallest means that fits
-    slots of rows, in order ──> MapOutput      a row is written when all before it are
+    slots of rows, in order ──> MapOutputWriter      a row is written when all before it are
 
 ``max_concurrency`` workers take rows one after the other, so memory holds only the rows in progress
 and one number for each answered question. All rows share one budget.
@@ -50,20 +50,20 @@ from ramify.maps.batch_run import MapBatchJobs, batch_client
 from ramify.maps.estimate import MeasuredRowCost, TableMapEstimate, estimate
 from ramify.maps.map_journal import (
     DuplicateRowLine,
-    MapContinuedLine,
     MapJournalHeader,
     MapJournalLine,
+    MapStartRecord,
     TableMapJournal,
     TableMapStore,
     new_map_id,
     temporary_journal,
 )
 from ramify.maps.map_journal_state import MapJournalState, recorded_reply
-from ramify.maps.map_output import AnswerColumns, MapOutput, open_output, output_row
+from ramify.maps.map_output import AddedAnswerColumns, MapOutputWriter, open_output, output_row
 from ramify.maps.row_answerer import (
     MAX_SESSIONS,
     QuestionInProgress,
-    RowAnsweringMethod,
+    RowAnswerer,
     RowOutcome,
     create_row_answerers,
 )
@@ -212,7 +212,7 @@ class TableMapRun:
         self.kind: AnswerSchema | None = (
             None if request.answer_type is None else answer_type(request.answer_type)
         )
-        self.added = AnswerColumns(self.kind, request.prefix, source.kept_columns)
+        self.added = AddedAnswerColumns(self.kind, request.prefix, source.kept_columns)
         if request.batch_rows is not None and request.batch_rows < 1:
             raise ConfigError(f"a batch of {request.batch_rows} rows: give 1 or more")
         if request.out is not None and not request.out.parent.is_dir():
@@ -436,7 +436,7 @@ class TableMapRun:
         has_price = calls.client.price is not None
         self._journal.append(
             MapJournalLine(
-                c=MapContinuedLine(
+                c=MapStartRecord(
                     time.time(),
                     self.source.total,
                     limit.calls,
@@ -523,7 +523,7 @@ class TableMapRun:
 
     # --- the rows ---------------------------------------------------------------------------------
 
-    async def _work(self, output: MapOutput, calls: DirectModelCaller) -> None:
+    async def _work(self, output: MapOutputWriter, calls: DirectModelCaller) -> None:
         self._output, self._calls = output, calls
         sample = self._sample
         rows = self.source.iter_rows() if sample is None else sample.draw(self.asking, calls)
@@ -579,7 +579,7 @@ class TableMapRun:
             self.stop(str(error), "suspended")
 
     async def _answer(
-        self, means: RowAnsweringMethod, pending: _Pending, asked: QuestionInProgress
+        self, means: RowAnswerer, pending: _Pending, asked: QuestionInProgress
     ) -> None:
         try:
             outcome = await means.answer(asked)

@@ -26,9 +26,9 @@ import msgspec
 from ramify.engine.observation_messages import plain_prompt, render_context
 from ramify.errors import StoreError
 from ramify.maps.map_journal import (
-    MapContinuedLine,
     MapJournalHeader,
     MapJournalLine,
+    MapStartRecord,
     QuestionStartedLine,
     read_lines,
     read_map_line_at,
@@ -39,10 +39,10 @@ from ramify.store.journal import find_writer_process
 from ramify.store.reviews import HumanRunReview
 from ramify.types.event import (
     AnyEvent,
-    AttemptFailed,
     CallEnded,
     CallStarted,
     ReplyReceived,
+    RequestAttemptFailed,
     RequestStarted,
     RunEnded,
     RunStarted,
@@ -129,7 +129,7 @@ class StoredTableMap:
         self.path = path
         self.id = path.stem
         self.header: MapJournalHeader | None = None
-        self.last_start: MapContinuedLine | None = None
+        self.last_start: MapStartRecord | None = None
         self.num_unaskable = 0
         """Number of rows about which no question could be asked. They have no entry in ``rows``."""
         self._rows: list[MapQuestionRow] = []
@@ -374,7 +374,7 @@ def row_events(table: StoredTableMap, number: int) -> list[AnyEvent]:
         elif line.x is not None:
             spent = usage_from_counts(line.x.counts)
             usage += spent
-            failed = AttemptFailed(
+            failed = RequestAttemptFailed(
                 at_s=now, call="0", turn=line.x.turn, error=line.x.error, usage=spent,
                 cost=line.x.cost,
             )  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.maps.map_output import ENDINGS, AnswerColumns, open_output
+from ramify.maps.map_output import ENDINGS, AddedAnswerColumns, open_output
 from ramify.maps.open_row_source import open_paths
 from ramify.maps.ray_row_partition import filesystem_of
 from ramify.maps.row_source import RowSource
@@ -85,7 +85,9 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
                 path.write_bytes(file.read())
             return [row for row in open_paths([str(path)]).values() if isinstance(row, dict)]
 
-    def encode(self, rows: list[dict[str, Any]], source: RowSource, added: AnswerColumns) -> bytes:
+    def encode(
+        self, rows: list[dict[str, Any]], source: RowSource, added: AddedAnswerColumns
+    ) -> bytes:
         """Encode rows as the contents of one file in the folder's format."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"

@@ -1,10 +1,10 @@
 """A stage for Ray Data pipelines that asks a question about each row.
 
-    dataset.map_batches(ramify.ray.Asker("Is this a complaint?", model="openai:gpt-5-mini"))
+    dataset.map_batches(ramify.ray.RayDataAsker("Is this a complaint?", model="openai:gpt-5-mini"))
         batch (columns by name, Arrow or pandas) ──> the batch, with the columns of the answers
 
-All copies of an ``Asker`` share one budget and one rate limit. Each process that Ray Data uses has
-one engine. ``ray_map.py`` runs a whole map, including reading and writing files.
+All copies of an ``RayDataAsker`` share one budget and one rate limit. Each process that Ray Data
+uses has one engine. ``ray_map.py`` runs a whole map, including reading and writing files.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from ramify.engine.rlm import RLM
 from ramify.engine.typed_answers import answer_type as as_answer_type
 from ramify.errors import RamifyError
 from ramify.maps.api import make_worker_rlm_factory, map_limits
-from ramify.maps.map_output import AnswerColumns
+from ramify.maps.map_output import AddedAnswerColumns
 from ramify.maps.open_row_source import open_rows
 from ramify.maps.part_output import NOT_ASKED
 from ramify.maps.ray_worker import MapWorkerConfig, RowAnsweringEngine
-from ramify.maps.shared_budget import RowOutcomeCounts, SharedBudget
+from ramify.maps.shared_budget import MapBudgetActor, MapRowCounts
 
 _engines: dict[str, RowAnsweringEngine] = {}
-"""Id of an ``Asker`` -> its engine in this process."""
+"""Id of an ``RayDataAsker`` -> its engine in this process."""
 _engines_lock = threading.Lock()
 
 
-class Asker:
+class RayDataAsker:
     """A Ray Data stage that asks a question about each row of a batch.
 
     Example:
-        asker = ramify.ray.Asker("Is {subject} urgent?", model="openai:gpt-5-mini", max_cost=20)
+        asker = ramify.ray.RayDataAsker(
+            "Is {subject} urgent?", model="openai:gpt-5-mini", max_cost=20
+        )
         dataset.map_batches(asker, batch_size=500).write_parquet("urgent")
     """
 
@@ -76,7 +78,7 @@ class Asker:
         )
         # Kept alive by this object and its copies.
         self._budget = (
-            ray.remote(SharedBudget)
+            ray.remote(MapBudgetActor)
             .options(num_cpus=0, max_concurrency=1000)
             .remote(
                 map_limits(max_calls, max_tokens, max_cost),
@@ -96,11 +98,11 @@ class Asker:
         source = open_rows(table)
         task = self._task
         kind = None if task.answer_type is None else as_answer_type(task.answer_type)
-        added = AnswerColumns(kind, task.prefix, source.columns)
+        added = AddedAnswerColumns(kind, task.prefix, source.columns)
         with _engines_lock:
             engine = _engines.get(self._id) or RowAnsweringEngine(task, self._budget)
             _engines[self._id] = engine
-        result, why = engine.answer(uuid.uuid4().hex, _as_list(source), RowOutcomeCounts())
+        result, why = engine.answer(uuid.uuid4().hex, _as_list(source), MapRowCounts())
         if result is not None and result.stop not in ("done", "limit", "stopped"):
             raise RamifyError(result.reason)
         if result is None:
@@ -135,7 +137,7 @@ def _as_list(source: Any) -> Any:
     return msgspec.structs.replace(source, extend=None)
 
 
-def _with_columns(batch: Any, added: AnswerColumns, rows: list[dict[str, Any]]) -> Any:
+def _with_columns(batch: Any, added: AddedAnswerColumns, rows: list[dict[str, Any]]) -> Any:
     """Return a Ray Data batch with the answer and error columns added.
 
     A column has the same type in every batch, even if it has no values, because Ray Data writes

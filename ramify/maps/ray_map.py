@@ -5,7 +5,7 @@ folder.
 
     RowPartitionDatasource ──> MapPartWorker (actors) ──> PartFileDatasink   OUT/part-00000-….jsonl
     files                      an engine each              │
-                                    └── SharedBudget ──────┘              an actor on this node
+                                    └── MapBudgetActor ──────┘              an actor on this node
     this process: starts it, asks it for its state, and passes Ctrl-C on
 
 Ray Data moves the blocks of rows, slows down reading if the workers are slower, and repeats what a
@@ -45,17 +45,17 @@ from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
 from ramify.maps.map_journal import (
     RAY_MAPS,
     MapJournalHeader,
-    RayMapMetadata,
+    RayMapHeaderFields,
     TableMapStore,
     new_map_id,
 )
-from ramify.maps.map_output import AnswerColumns
+from ramify.maps.map_output import AddedAnswerColumns
 from ramify.maps.map_run import MapResult, TableMapSpec
 from ramify.maps.part_output import UNFINISHED, PartedOutputFolder, is_part, open_output_folder
 from ramify.maps.ray_row_partition import partition_text_paths, row_files_of_urls
 from ramify.maps.ray_worker import MapPartWorker, MapWorkerConfig
 from ramify.maps.row_question import RowQuestionMaker
-from ramify.maps.shared_budget import RayMapStatus, SharedBudget
+from ramify.maps.shared_budget import MapBudgetActor, RayMapStatus
 from ramify.progress import report_progress
 from ramify.store.durable_files import make_folder
 from ramify.store.folder_store import Store
@@ -73,7 +73,7 @@ _SETTINGS = (
 )
 
 
-class MapOutputManifest(msgspec.Struct, frozen=True):
+class MapOutputIdentity(msgspec.Struct, frozen=True):
     """The contents of the file ``_map.json`` in a map's output folder.
 
     They identify the map that wrote the answers.
@@ -130,7 +130,7 @@ class RayMapRun:
         self._asking = RowQuestionMaker(
             request.question, table.columns, request.columns or table.shown, base, b""
         )
-        self._added = AnswerColumns(kind, request.prefix, table.kept_columns)
+        self._added = AddedAnswerColumns(kind, request.prefix, table.kept_columns)
         self._schema = kind.schema if kind else None
 
     def stop(self, reason: str = "it was stopped", stop: str = "stopped") -> None:
@@ -152,7 +152,7 @@ class RayMapRun:
             settings = {name: config[name] for name in _SETTINGS if name in config}
             asked = (request.question, self._schema, settings, request.columns, request.prefix)
             key = hashlib.sha256(msgspec.json.encode((*asked, self._out))).hexdigest()
-            manifest = MapOutputManifest(
+            manifest = MapOutputIdentity(
                 key,
                 request.question,
                 calls.client.name,
@@ -205,7 +205,7 @@ class RayMapRun:
         )
 
     def _header(
-        self, manifest: MapOutputManifest, config: dict[str, Any], record: str
+        self, manifest: MapOutputIdentity, config: dict[str, Any], record: str
     ) -> MapJournalHeader:
         added, kept = self._added, self._files.empty_row_source.kept_columns
         shown = tuple(name for name in self._asking.shown if name in kept)
@@ -219,12 +219,12 @@ class RayMapRun:
             rows=self._files.name,
             answer_schema=self._schema,
             config=config,
-            parts=RayMapMetadata(record, shown or kept, added.answers, added.error),
+            parts=RayMapHeaderFields(record, shown or kept, added.answers, added.error),
         )
 
     # --- the folder of the output
 
-    def _prepare(self, manifest: MapOutputManifest) -> tuple[frozenset[str], frozenset[str]]:
+    def _prepare(self, manifest: MapOutputIdentity) -> tuple[frozenset[str], frozenset[str]]:
         """Prepare the map's output folder, and return what earlier invocations left in it.
 
         Returns the names of the finished parts, and the files of parts that may lack answers.
@@ -244,7 +244,7 @@ class RayMapRun:
             ]
             if _MANIFEST in names:
                 with files.open_input_file(path) as file:
-                    self._check(msgspec.json.decode(file.read(), type=MapOutputManifest), manifest)
+                    self._check(msgspec.json.decode(file.read(), type=MapOutputIdentity), manifest)
             elif any(not name.startswith("_part-") for name in names):
                 raise ConfigError(
                     f"{self._out} is not empty, and no map wrote it: give another folder"
@@ -259,7 +259,7 @@ class RayMapRun:
         done = frozenset(name.removesuffix(output.ending) for name in whole)
         return done, frozenset(unfinished)
 
-    def _claim(self, manifest: MapOutputManifest) -> None:
+    def _claim(self, manifest: MapOutputIdentity) -> None:
         """Mark the output folder as belonging to this map by writing ``_map.json``.
 
         Unfinished files of lost workers are deleted. Raises ConfigError if the folder cannot be
@@ -280,7 +280,7 @@ class RayMapRun:
     def _not_written(self, error: Exception) -> ConfigError:
         return ConfigError(f"cannot write {self._out}: {error}")
 
-    def _check(self, found: MapOutputManifest, ours: MapOutputManifest) -> None:
+    def _check(self, found: MapOutputIdentity, ours: MapOutputIdentity) -> None:
         if found.key != ours.key:
             what = (
                 f"the question {found.question[:60]!r}"
@@ -327,7 +327,7 @@ class RayMapRun:
         """Run the map as a Ray Data pipeline, and return its final status."""
         # On this node, where the record is.
         budget = (
-            ray.remote(SharedBudget)
+            ray.remote(MapBudgetActor)
             .options(num_cpus=0, max_concurrency=1000, scheduling_strategy=_this_node_strategy(ray))
             .remote(
                 self.request.budget,

@@ -212,7 +212,7 @@ def _text_reader(file: Any) -> io.TextIOWrapper:
 # --- parts
 
 
-class RowPartition(msgspec.Struct, frozen=True):
+class EncodedRowChunk(msgspec.Struct, frozen=True):
     """A part of the input rows, at most 500, encoded for sending to a worker."""
 
     name: str
@@ -257,7 +257,7 @@ def part_name(file: int, number: int) -> str:
     return f"part-{file:05}-{number:06}"
 
 
-def read_row_partitions(file: Any, row_file: RowFile, number: int) -> Iterator[RowPartition]:
+def read_row_partitions(file: Any, row_file: RowFile, number: int) -> Iterator[EncodedRowChunk]:
     """Yield the rows of an open input file in parts of at most 500 rows.
 
     ``number`` is the index of the file among the map's files.
@@ -279,17 +279,17 @@ def read_row_partitions(file: Any, row_file: RowFile, number: int) -> Iterator[R
         chunk.append(data)
         size += len(data)
         if len(chunk) >= PART_ROWS or size >= PART_BYTES:
-            yield RowPartition(part_name(number, index), _json_list(chunk), row_file.kind)
+            yield EncodedRowChunk(part_name(number, index), _json_list(chunk), row_file.kind)
             chunk, size, index = [], 0, index + 1
     if chunk:
-        yield RowPartition(part_name(number, index), _json_list(chunk), row_file.kind)
+        yield EncodedRowChunk(part_name(number, index), _json_list(chunk), row_file.kind)
 
 
 def _json_list(values: Sequence[bytes]) -> bytes:
     return b"[" + b",".join(values) + b"]"
 
 
-def _arrow_parts(file: Any, number: int) -> Iterator[RowPartition]:
+def _arrow_parts(file: Any, number: int) -> Iterator[EncodedRowChunk]:
     import pyarrow
     import pyarrow.parquet as parquet
 
@@ -298,10 +298,10 @@ def _arrow_parts(file: Any, number: int) -> Iterator[RowPartition]:
             sink = pyarrow.BufferOutputStream()
             with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
                 writer.write_batch(batch)
-            yield RowPartition(part_name(number, index), sink.getvalue().to_pybytes(), "parquet")
+            yield EncodedRowChunk(part_name(number, index), sink.getvalue().to_pybytes(), "parquet")
 
 
-def partition_text_paths(files: RowFiles) -> Iterator[RowPartition]:
+def partition_text_paths(files: RowFiles) -> Iterator[EncodedRowChunk]:
     """Divide the files of a text folder into parts for workers on a Ray cluster.
 
     Each part contains only paths, because the workers read the files themselves.
@@ -309,5 +309,5 @@ def partition_text_paths(files: RowFiles) -> Iterator[RowPartition]:
     paths, index = iter(files.files), 0
     while chunk := list(islice(paths, PART_ROWS)):
         names = _encode([file.path for file in chunk])
-        yield RowPartition(part_name(0, index), names, "text")
+        yield EncodedRowChunk(part_name(0, index), names, "text")
         index += 1

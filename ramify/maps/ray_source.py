@@ -15,7 +15,7 @@ from ray.data.block import BlockAccessor
 from ray.data.datasource import FileBasedDatasource
 
 from ramify.maps.part_output import UNFINISHED, PartedOutputFolder
-from ramify.maps.ray_row_partition import RowFiles, RowPartition, read_row_partitions
+from ramify.maps.ray_row_partition import EncodedRowChunk, RowFiles, read_row_partitions
 
 
 class RowPartitionDatasource(FileBasedDatasource):
@@ -44,7 +44,7 @@ class RowPartitionDatasource(FileBasedDatasource):
                 yield row_partition_block([part])
 
 
-def row_partition_block(parts: Iterable[RowPartition]) -> Any:
+def row_partition_block(parts: Iterable[EncodedRowChunk]) -> Any:
     import pyarrow
 
     found = list(parts)
@@ -66,7 +66,7 @@ class PartFileDatasink(Datasink[None]):
     def __init__(self, output: PartedOutputFolder, budget: Any) -> None:
         """Create a Ray Data sink that writes to the folder ``output``.
 
-        ``budget`` is the Ray actor handle of the ``SharedBudget``, which is notified of each
+        ``budget`` is the Ray actor handle of the ``MapBudgetActor``, which is notified of each
         written file.
         """
         self._output = output

@@ -25,12 +25,12 @@ from ramify.engine import event_loop_thread
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.typed_answers import answer_type
-from ramify.maps.map_output import AnswerColumns
+from ramify.maps.map_output import AddedAnswerColumns
 from ramify.maps.map_run import MapResult, TableMapRun, TableMapSpec
 from ramify.maps.part_output import NOT_ASKED, PartedOutputFolder
-from ramify.maps.ray_row_partition import RowFiles, RowPartition
+from ramify.maps.ray_row_partition import EncodedRowChunk, RowFiles
 from ramify.maps.row_source import RowSource
-from ramify.maps.shared_budget import UNLIMITED, RemoteBudget, RowOutcomeCounts
+from ramify.maps.shared_budget import UNLIMITED, MapRowCounts, RemoteBudget
 
 _NO_LIMITS = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UNLIMITED))
 
@@ -60,8 +60,8 @@ class RowAnsweringEngine:
     def __init__(self, task: MapWorkerConfig, budget: Any) -> None:
         """Start the RLM with which this worker answers rows.
 
-        ``budget`` is the Ray actor handle of the ``SharedBudget``. Raises ConfigError if the worker
-        has a different version of Ramify.
+        ``budget`` is the Ray actor handle of the ``MapBudgetActor``. Raises ConfigError if the
+        worker has a different version of Ramify.
         """
         check_ramify_version(task.version)
         self.task = task
@@ -70,7 +70,7 @@ class RowAnsweringEngine:
         event_loop_thread.run(self._rlm.__aenter__())
 
     def answer(
-        self, part: str, source: RowSource, known: RowOutcomeCounts
+        self, part: str, source: RowSource, known: MapRowCounts
     ) -> tuple[MapResult | None, str]:
         """Answer the unanswered rows of one part, read from ``source``.
 
@@ -79,12 +79,12 @@ class RowAnsweringEngine:
         """
         return event_loop_thread.run(self._answer(part, source, known))
 
-    def report_answered_part(self, part: str, known: RowOutcomeCounts) -> None:
+    def report_answered_part(self, part: str, known: MapRowCounts) -> None:
         """Report a part whose rows are all answered, so that it counts in the map's totals."""
         event_loop_thread.run(self._skip(part, known))
 
     async def _answer(
-        self, part: str, source: RowSource, known: RowOutcomeCounts
+        self, part: str, source: RowSource, known: MapRowCounts
     ) -> tuple[MapResult | None, str]:
         task = self.task
         request = TableMapSpec(
@@ -115,7 +115,7 @@ class RowAnsweringEngine:
         # A problem that stops one worker, such as a missing key, stops all of them.
         if result.stop not in ("done", "stopped"):
             await self._call("stop", result.stop, result.reason)
-        new = RowOutcomeCounts(
+        new = MapRowCounts(
             result.num_answered,
             result.num_failed,
             result.num_missing,
@@ -125,7 +125,7 @@ class RowAnsweringEngine:
         await remote.end_part_attempt(new + known)
         return result, ""
 
-    async def _skip(self, part: str, known: RowOutcomeCounts) -> None:
+    async def _skip(self, part: str, known: MapRowCounts) -> None:
         attempt = uuid.uuid4().hex
         if not await self._call("begin_part_attempt", attempt, part):
             await self._call("end_part_attempt", attempt, known)
@@ -159,13 +159,13 @@ class MapPartWorker:
         self._output = output
         self._retries = retries
         kind = None if task.answer_type is None else answer_type(task.answer_type)
-        self._added = AnswerColumns(kind, task.prefix, files.empty_row_source.kept_columns)
+        self._added = AddedAnswerColumns(kind, task.prefix, files.empty_row_source.kept_columns)
 
     def __call__(self, batch: Any) -> Iterator[Any]:
         for part in batch.to_pylist():
-            yield self._answer_part(RowPartition(**part))
+            yield self._answer_part(EncodedRowChunk(**part))
 
-    def _answer_part(self, part: RowPartition) -> Any:
+    def _answer_part(self, part: EncodedRowChunk) -> Any:
         """Answer the unanswered rows of a part, and return a Ray block that describes its new file.
 
         The block is empty if no new file is needed.
@@ -182,7 +182,7 @@ class MapPartWorker:
         left = set(asked)
         old = [row for index, row in enumerate(done) if index not in left]
         num_failed = sum(bool(row.get(error)) for row in old)
-        known = RowOutcomeCounts(len(old) - num_failed, num_failed, 0, 0, len(old))
+        known = MapRowCounts(len(old) - num_failed, num_failed, 0, 0, len(old))
         if not asked:
             self._engine.report_answered_part(part.name, known)
             return _file_block()

@@ -26,9 +26,9 @@ from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.calls_outside_runs import (
     DirectEvent,
     DirectModelCaller,
-    DirectReplyEvent,
     DirectRequestEvent,
     DirectRequestFailedEvent,
+    ModelReplyEvent,
 )
 from ramify.engine.limits import BudgetAmount
 from ramify.engine.question import Question
@@ -36,12 +36,12 @@ from ramify.engine.rlm import RLM
 from ramify.engine.run_result import Result
 from ramify.errors import RamifyError, UnknownRun, is_fixable_by_user
 from ramify.maps.map_journal import (
-    DirectReplyLine,
+    DirectReplyRecord,
     FailedRequestLine,
+    FollowUpRequestRecord,
     MapJournalLine,
-    QuestionEndedLine,
+    QuestionEndedRecord,
     QuestionStartedLine,
-    RetryRequestLine,
     RowRunStartedLine,
     TableMapJournal,
     digest_to_base64,
@@ -97,7 +97,7 @@ class RowOutcome(msgspec.Struct, frozen=True):
         return self.offset >= 0
 
 
-class RowAnsweringMethod(abc.ABC):
+class RowAnswerer(abc.ABC):
     """A way of answering a table row, such as a direct call or a Python session."""
 
     name: str
@@ -115,7 +115,7 @@ class RowAnsweringMethod(abc.ABC):
         """
 
 
-class DirectCallRowAnswerer(RowAnsweringMethod):
+class DirectCallRowAnswerer(RowAnswerer):
     """Answers a table row with one request to the model, without a Python session."""
 
     name = "plain call"
@@ -166,7 +166,7 @@ class DirectCallRowAnswerer(RowAnsweringMethod):
             answer = None
         if not row.is_known:
             _begin_unsent(self._journal, asked)
-        end = QuestionEndedLine(
+        end = QuestionEndedRecord(
             asked.number, outcome.stop, answer, outcome.error, (), 0, None, round(seconds, 4)
         )
         offset = self._journal.append(MapJournalLine(e=end))
@@ -199,11 +199,11 @@ class _DirectRow:
 
     def record(self, event: DirectEvent) -> None:
         number = self._asked.number
-        if isinstance(event, DirectReplyEvent):
+        if isinstance(event, ModelReplyEvent):
             reply = event.reply
             self.cost += reply.cost or 0.0
             line = MapJournalLine(
-                r=DirectReplyLine(
+                r=DirectReplyRecord(
                     number,
                     event.turn,
                     reply.message.content,
@@ -226,7 +226,7 @@ class _DirectRow:
         if event.turn or not is_first:
             text = event.new[-1].content if is_first else None
             return MapJournalLine(
-                t=RetryRequestLine(
+                t=FollowUpRequestRecord(
                     asked.number,
                     event.turn,
                     text,
@@ -264,7 +264,7 @@ class _DirectRow:
         )
 
 
-class SessionRowAnswerer(RowAnsweringMethod):
+class SessionRowAnswerer(RowAnswerer):
     """Answers a table row with a complete run of the RLM, which may use a Python session."""
 
     name = "session"
@@ -344,7 +344,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
         counts = usage_counts(usage) if usage.calls else ()
         if result is None:
             _begin_unsent(self._journal, asked)
-        end = QuestionEndedLine(
+        end = QuestionEndedRecord(
             asked.number,
             stop,
             answer,
@@ -369,7 +369,7 @@ def _begin_unsent(journal: TableMapJournal, asked: QuestionInProgress) -> None:
 
 def create_row_answerers(
     rlm: RLM, calls: DirectModelCaller, journal: TableMapJournal, map_id: str, question: str
-) -> tuple[RowAnsweringMethod, ...]:
+) -> tuple[RowAnswerer, ...]:
     """Return the methods of answering a row, from the cheapest to the most expensive.
 
     The last one can answer any row.

@@ -1,6 +1,6 @@
 """A budget and a rate limit shared by all workers of a map, even across machines.
 
-    worker: RemoteBudget ── submit(reservations, settlements) ──> SharedBudget: one small actor
+    worker: RemoteBudget ── submit(reservations, settlements) ──> MapBudgetActor: one small actor
                          <── granted, refused ─────────────────── one ledger, one limiter, a record
 
 A reservation is granted by the same ``BudgetLedger`` and the same ``AdaptiveConcurrencyLimiter``
@@ -52,7 +52,7 @@ Granted = tuple[int, tuple[str, str] | None]
 if it is refused."""
 
 
-class RowOutcomeCounts(msgspec.Struct, frozen=True):
+class MapRowCounts(msgspec.Struct, frozen=True):
     """The number of a map's rows with each outcome: answered, failed or not asked.
 
     They are the rows of one or more parts of the map.
@@ -67,8 +67,8 @@ class RowOutcomeCounts(msgspec.Struct, frozen=True):
     known: int = 0
     """Number of rows whose answer was already known."""
 
-    def __add__(self, other: RowOutcomeCounts) -> RowOutcomeCounts:
-        return RowOutcomeCounts(
+    def __add__(self, other: MapRowCounts) -> MapRowCounts:
+        return MapRowCounts(
             self.answered + other.answered,
             self.failed + other.failed,
             self.missing + other.missing,
@@ -103,7 +103,7 @@ class RayMapStatus(msgspec.Struct, frozen=True):
 
     usage: Usage
     cost: float | None
-    counts: RowOutcomeCounts
+    counts: MapRowCounts
     num_paid_again: int
     stop: str
     """``done``, or the reason why no more rows are started."""
@@ -126,7 +126,7 @@ class _Attempt:
         """Round of the rate limiter in which the attempt's last request was granted."""
 
 
-class SharedBudget:
+class MapBudgetActor:
     """The budget and the rate limit that all workers of a map share.
 
     It also counts finished rows. It is a Ray actor with a single event loop.
@@ -159,10 +159,10 @@ class SharedBudget:
         self._attempts: dict[str, _Attempt] = {}
         self._parts: dict[str, str] = {}
         """Name of a part of the rows -> id of the latest attempt to answer the part."""
-        self._unwritten: dict[str, tuple[int, RowOutcomeCounts, bool]] = {}
+        self._unwritten: dict[str, tuple[int, MapRowCounts, bool]] = {}
         """Name of a part that is answered but not yet written -> (number of replies, row counts,
         True if questions were asked about all of its rows)."""
-        self._counts = RowOutcomeCounts(before.answered, before.failed)
+        self._counts = MapRowCounts(before.answered, before.failed)
         self._finished = TableMapSpending(answered=before.answered, failed=before.failed)
         self._num_paid_again = before.unwritten
         self._stop, self._reason = "done", ""
@@ -238,7 +238,7 @@ class SharedBudget:
         found.heard_s = time.monotonic()
         return self._take_grants(found), self._reason
 
-    async def end_part_attempt(self, attempt: str, counts: RowOutcomeCounts) -> None:
+    async def end_part_attempt(self, attempt: str, counts: MapRowCounts) -> None:
         """End a worker's attempt to answer a part of the rows.
 
         ``counts`` gives the part's rows by outcome, including rows that were not asked because the
@@ -366,8 +366,8 @@ class SharedBudget:
         os.pwrite(self._fd, msgspec.json.encode(record).ljust(_RECORD_BYTES - 1) + b"\n", 0)
 
 
-def _subtract_counts(counts: RowOutcomeCounts, other: RowOutcomeCounts) -> RowOutcomeCounts:
-    return RowOutcomeCounts(
+def _subtract_counts(counts: MapRowCounts, other: MapRowCounts) -> MapRowCounts:
+    return MapRowCounts(
         counts.answered - other.answered,
         counts.failed - other.failed,
         counts.missing - other.missing,
@@ -430,8 +430,8 @@ class RemoteBudget(BudgetLedger):
     ) -> None:
         """Connect one attempt of a worker to the shared budget of its map.
 
-        ``call(method, …)`` calls a method of the ``SharedBudget`` actor. ``on_stop`` is called with
-        the reason if the map stops.
+        ``call(method, …)`` calls a method of the ``MapBudgetActor`` actor. ``on_stop`` is called
+        with the reason if the map stops.
         """
         limits = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UNLIMITED))
         super().__init__(limits, priced=False, owner="map")
@@ -458,7 +458,7 @@ class RemoteBudget(BudgetLedger):
             self._beat = asyncio.create_task(self._send_heartbeats())
         return reason
 
-    async def end_part_attempt(self, counts: RowOutcomeCounts) -> None:
+    async def end_part_attempt(self, counts: MapRowCounts) -> None:
         """Send the worker's remaining budget operations, and end its attempt."""
         await self.close()
         if self._operations:

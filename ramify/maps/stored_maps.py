@@ -2,7 +2,7 @@
 Ray cluster.
 
     open_map_table(path)     the table of one map
-    StoredMapCache           the tables of many, each read once
+    OpenMapTableCache        the tables of many, each read once
 
 Rows in a journal are read by ``map_table.py``, and rows in the output files of a Ray cluster by
 ``stored_ray_map_table.py``.
@@ -27,7 +27,7 @@ def open_map_table(path: Path) -> StoredTableMap:
     return (RayMapOutputTable(path) if has_parts else StoredTableMap(path)).refresh()
 
 
-class StoredMapCache:
+class OpenMapTableCache:
     """A cache of stored maps that were opened as tables.
 
     Each journal is read once, and afterwards only its new lines.

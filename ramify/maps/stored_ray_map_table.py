@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import SourceError, StoreError
-from ramify.maps.map_journal import RAY_MAPS, MapJournalHeader, MapJournalLine, RayMapMetadata
+from ramify.maps.map_journal import RAY_MAPS, MapJournalHeader, MapJournalLine, RayMapHeaderFields
 from ramify.maps.map_table import MAX_CHARS, MapQuestionRow, StoredTableMap, TableMapSummary
 from ramify.maps.part_output import NOT_ASKED, is_part, open_output_folder
 from ramify.maps.shared_budget import TableMapSpending, read_spending
@@ -104,14 +104,14 @@ class RayMapOutputTable(StoredTableMap):
         _, parts = self._header_and_parts()
         return self.path.parents[1] / RAY_MAPS / parts.record
 
-    def _header_and_parts(self) -> tuple[MapJournalHeader, RayMapMetadata]:
+    def _header_and_parts(self) -> tuple[MapJournalHeader, RayMapHeaderFields]:
         if self.header is None or self.header.parts is None:
             raise StoreError(f"{self.path} does not say where the parts of the map are")
         return self.header, self.header.parts
 
 
 def _table_rows(
-    rows: Iterator[Mapping[str, Any]], parts: RayMapMetadata
+    rows: Iterator[Mapping[str, Any]], parts: RayMapHeaderFields
 ) -> Iterator[MapQuestionRow]:
     for number, row in enumerate(rows):
         text = " ".join(answer_text(row[name]) for name in parts.shown if row.get(name) is not None)

@@ -91,7 +91,7 @@ def causal_attention(
     return cast(Tensor, o).reshape(q_nHd.shape)
 
 
-class RowBlockSpan(NamedTuple):
+class BlockTokenSpan(NamedTuple):
     """Consecutive tokens of one sequence that lie in the same block of rows."""
 
     row: int
@@ -103,12 +103,14 @@ class RowBlockSpan(NamedTuple):
     """Slot (in the engine) or segment (in the trainer) that the tokens belong to."""
 
 
-def consecutive_token_spans(sources: Sequence[int], positions: Sequence[int]) -> list[RowBlockSpan]:
+def consecutive_token_spans(
+    sources: Sequence[int], positions: Sequence[int]
+) -> list[BlockTokenSpan]:
     """Divide the rows of one block into runs of consecutive tokens of a sequence.
 
     All tokens of a run belong to the same segment and attend to the same padded number of keys.
     """
-    runs: list[RowBlockSpan] = []
+    runs: list[BlockTokenSpan] = []
     for row, (source, position) in enumerate(zip(sources, positions, strict=True)):
         last = runs[-1] if runs else None
         if (
@@ -119,7 +121,7 @@ def consecutive_token_spans(sources: Sequence[int], positions: Sequence[int]) ->
         ):
             runs[-1] = last._replace(num=last.num + 1)
         else:
-            runs.append(RowBlockSpan(row, 1, position, source))
+            runs.append(BlockTokenSpan(row, 1, position, source))
     return runs
 
 
@@ -195,7 +197,7 @@ class _ForestKeys:
         self.computed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """(layer, block) -> keys and values, [n, K, d] each."""
 
-    def pieces(self, layer: int, block: int, run: RowBlockSpan) -> list[tuple[Tensor, Tensor]]:
+    def pieces(self, layer: int, block: int, run: BlockTokenSpan) -> list[tuple[Tensor, Tensor]]:
         """Return the keys and values to which a run of tokens attends, as a list of pieces.
 
         They are ordered from the root of the tree to the last token of the run.

@@ -142,7 +142,7 @@ class ForestAttentionPlan(NamedTuple):
         return cls(own, below, skipped if rows is not None else [])
 
 
-class LayerOutputRows(NamedTuple):
+class LayerRowSelection(NamedTuple):
     """The rows of one layer's output that are needed."""
 
     layer: int
@@ -160,7 +160,7 @@ class ForestAttention:
         self,
         segments: Many[PackedTokenSegment],
         kernel: Kernel | None = None,
-        needed: LayerOutputRows | None = None,
+        needed: LayerRowSelection | None = None,
     ) -> None:
         """Plan the attention computation for the segments of a packed batch.
 

@@ -41,7 +41,7 @@ from ramify.models.weights import (
 )
 from ramify.progress import report_progress
 from ramify.trained_policy_settings import (
-    TrainedPolicySettings,
+    PolicyTrainingSettings,
     read_policy_settings,
     write_policy_settings,
 )
@@ -79,7 +79,7 @@ class Policy:
     name: str
     """Path or name from which the policy was loaded, for display."""
     defaults: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
-    card: TrainedPolicySettings = dataclasses.field(default_factory=TrainedPolicySettings)
+    card: PolicyTrainingSettings = dataclasses.field(default_factory=PolicyTrainingSettings)
     """Scaffold and limits with which the policy was trained."""
 
     @property
@@ -195,7 +195,7 @@ def from_config(
         config,
         0,
         f"{config.model_type} from seed {seed}",
-        card=TrainedPolicySettings(is_from_scratch=renderer.name == SCRATCH),
+        card=PolicyTrainingSettings(is_from_scratch=renderer.name == SCRATCH),
     )
 
 

@@ -23,7 +23,7 @@ router to the tokens of a batch, and decides when the load of a step is counted:
     one per rank      forward ── sum over ranks ── backward
 
 Each token of a step counts once, however often packing computes it.
-``ShardedWeights.sum_over_ranks`` determines over which ranks the counts are summed.
+``OptimizerWeightAccess.sum_over_ranks`` determines over which ranks the counts are summed.
 
 Legend: T tokens of a batch, R rows of a router (T, or padded rows of paths), E experts, k of them
 per token, L layers.
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ramify.errors import ConfigError
-from ramify.models.moe_shape import MoeShape
+from ramify.models.moe_shape import MoeLayout
 from ramify.types.training_sequences import Batch
 
 
@@ -121,7 +121,7 @@ class ExpertLoad(NamedTuple):
         return found
 
 
-def mixture_shape(model: Any) -> MoeShape | None:
+def mixture_shape(model: Any) -> MoeLayout | None:
     """Return how many experts a transformers model has, and which layers contain them.
 
     Returns None if the model has no routers of a known kind.
@@ -130,7 +130,7 @@ def mixture_shape(model: Any) -> MoeShape | None:
     if routers is None:
         return None
     num_layers = int(model.config.get_text_config().num_hidden_layers)
-    return MoeShape(routers.layers, num_layers, routers.top_k, routers.num_experts)
+    return MoeLayout(routers.layers, num_layers, routers.top_k, routers.num_experts)
 
 
 class MoeRouters:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class MoeShape(NamedTuple):
+class MoeLayout(NamedTuple):
     """The number of experts in a mixture-of-experts model, and which layers have experts."""
 
     layers: tuple[int, ...]

@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from ramify.errors import ConfigError
 from ramify.models.batch_invariant_forward import BLOCK, BatchInvariantTrunk, apply_in_blocks
 from ramify.models.dense import CausalAttentionKernel, DenseModel
-from ramify.models.forest_attention import ForestAttention, LayerOutputRows
+from ramify.models.forest_attention import ForestAttention, LayerRowSelection
 from ramify.models.moe_routing import MoeRouters
 from ramify.models.onednn_products import is_faster_on_cpu, rounded_rows
 from ramify.types.training_sequences import PackedTokenSegment
@@ -94,7 +94,7 @@ def wrap_for_training(model: Any) -> ModelWithoutLoss:
     """
     if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
         model = model.get_base_model()
-    return DenseTrunk(model) if isinstance(model, DenseModel) else TransformersTrunk(model)
+    return DenseTrunkRunner(model) if isinstance(model, DenseModel) else TransformersTrunk(model)
 
 
 def fixed_shape_trunk(model: Any) -> ModelWithoutLoss:
@@ -111,7 +111,7 @@ def fixed_shape_trunk(model: Any) -> ModelWithoutLoss:
     return BatchInvariantTrunk(model)
 
 
-class DenseTrunk:
+class DenseTrunkRunner:
     """Runs a ``DenseModel`` for the trainer, with attention over forests of shared sequences.
 
     Implements ``ModelWithoutLoss``.
@@ -128,7 +128,7 @@ class DenseTrunk:
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[PackedTokenSegment], rows_N: Tensor
     ) -> Tensor:
-        needed = LayerOutputRows(self._model.shape.num_layers - 1, rows_N)
+        needed = LayerRowSelection(self._model.shape.num_layers - 1, rows_N)
         ids_T, positions_T, segments = pad_rows_for_onednn(ids_T, positions_T, segments)
         padding = rows_N[-1:].expand(_missing_rows(rows_N))
         attend = ForestAttention(segments, needed=needed)

@@ -14,8 +14,8 @@ The number of calls and the cost are known before anything is spent.
     predicates    Pattern (regular expression) Relevance (BM25) Comparison (fields), or a Leaf
     ready         search classify aggregate pairwise summarise multi_hop; ready_plan plan_for
                   strategy_for
-    values        Plan Leaf PlanStrategy PlanCost CallBound SplitText TextPart
-    measured      PartSizeCalibration CalibrationPoint calibration_of
+    values        Plan Leaf PlanStrategy PlanCostBound CallBound SplitText ContextPart
+    measured      PartSizeCalibration PartSizeAccuracy calibration_of
 
 These are all the public names (``__all__``); modules below this package are private.
 """

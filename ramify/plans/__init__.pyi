@@ -1,12 +1,12 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
 from ramify.plans.asking_steps import SplitText as SplitText
 from ramify.plans.leaf_questions import Leaf as Leaf
-from ramify.plans.part_size_calibration import CalibrationPoint as CalibrationPoint
+from ramify.plans.part_size_calibration import PartSizeAccuracy as PartSizeAccuracy
 from ramify.plans.part_size_calibration import PartSizeCalibration as PartSizeCalibration
 from ramify.plans.part_size_calibration import calibration_of as calibration_of
 from ramify.plans.plan import Plan as Plan
 from ramify.plans.plan_cost import CallBound as CallBound
-from ramify.plans.plan_cost import PlanCost as PlanCost
+from ramify.plans.plan_cost import PlanCostBound as PlanCostBound
 from ramify.plans.plan_strategy import PlanStrategy as PlanStrategy
 from ramify.plans.predicates import Comparison as Comparison
 from ramify.plans.predicates import Pattern as Pattern
@@ -39,4 +39,4 @@ from ramify.plans.step_constructors import split as split
 from ramify.plans.step_constructors import spread as spread
 from ramify.plans.step_constructors import top as top
 from ramify.plans.step_constructors import total as total
-from ramify.plans.text_parts import TextPart as TextPart
+from ramify.plans.text_parts import ContextPart as ContextPart

@@ -25,8 +25,8 @@ from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.text_parts import (
     BYTES_PER_TOKEN,
     By,
+    ContextPart,
     ContextSplitRule,
-    TextPart,
     compile_regex,
     items_of,
     named_texts,
@@ -36,7 +36,7 @@ from ramify.plans.text_parts import (
 )
 from ramify.plans.value_bounds import (
     PlannedModelCalls,
-    ValueSizeBounds,
+    PlanValueBounds,
     known_value_bounds,
     reply_bounds,
 )
@@ -50,8 +50,8 @@ class AskingStep(PlanStep, frozen=True):
     """A plan step that splits the context or asks a model bounded questions (leaves)."""
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
-    ) -> ValueSizeBounds:
+        self, shape: PlanValueBounds, given: PlanValueType, sheet: PlannedModelCalls
+    ) -> PlanValueBounds:
         """Estimate the size bounds of this step's result before the plan runs.
 
         The step's model calls are added to ``sheet``. ``shape`` gives the bounds of the input, and
@@ -59,7 +59,7 @@ class AskingStep(PlanStep, frozen=True):
         """
         raise NotImplementedError
 
-    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: PlanValueBounds) -> Any:
         """Apply this plan step to a value and return the result.
 
         ``shape`` gives the bounds of the value that were computed before the plan ran.
@@ -116,7 +116,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
             raise ConfigError(f"split needs a text, but got {given}")
         return list_of(PlanValueType("part", has_records=self.by != "tokens", tokens=self.tokens))
 
-    def parts(self, context: Any) -> list[TextPart]:
+    def parts(self, context: Any) -> list[ContextPart]:
         """Divide a context into text parts of limited size.
 
         Raises ConfigError if a single record exceeds the limit and must not be cut.
@@ -126,8 +126,8 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         return split_texts_into_parts(texts, rule)
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
-    ) -> ValueSizeBounds:
+        self, shape: PlanValueBounds, given: PlanValueType, sheet: PlannedModelCalls
+    ) -> PlanValueBounds:
         if not shape.is_known:
             raise ConfigError("split works on the context, not on replies: put it first")
         parts = self.parts(shape.value)
@@ -135,7 +135,9 @@ class SplitText(AskingStep, frozen=True, tag="split"):
             raise ConfigError("the context is empty, so there is nothing to ask about")
         return known_value_bounds(parts)
 
-    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> list[TextPart]:
+    async def run(
+        self, value: Any, flow: PlanLeafRunner, shape: PlanValueBounds
+    ) -> list[ContextPart]:
         return await flow.run_in_thread(self.parts, value)
 
     def shown(self) -> str:
@@ -149,7 +151,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         )
 
 
-class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
+class FilterByPartStart(AskingStep, frozen=True, tag="peek"):
     """A step that limits later filters to the beginning of each part of the text."""
 
     tokens: int = 500
@@ -165,18 +167,18 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
             raise ConfigError(f"peek needs parts, but got {given}: put split before it")
         return given
 
-    def _add_previews(self, parts: Sequence[TextPart]) -> list[TextPart]:
+    def _add_previews(self, parts: Sequence[ContextPart]) -> list[ContextPart]:
         most = BYTES_PER_TOKEN * self.tokens
         return [msgspec.structs.replace(part, preview=shortened(part.text, most)) for part in parts]
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
-    ) -> ValueSizeBounds:
+        self, shape: PlanValueBounds, given: PlanValueType, sheet: PlannedModelCalls
+    ) -> PlanValueBounds:
         return msgspec.structs.replace(shape, value=self._add_previews(shape.value))
 
     async def run(
-        self, value: list[TextPart], flow: PlanLeafRunner, shape: ValueSizeBounds
-    ) -> list[TextPart]:
+        self, value: list[ContextPart], flow: PlanLeafRunner, shape: PlanValueBounds
+    ) -> list[ContextPart]:
         return self._add_previews(value)
 
     def shown(self) -> str:
@@ -196,14 +198,14 @@ class AskEachItem(AskingStep, frozen=True, tag="map"):
         return list_of(self.leaf.answer_type_for(given.item_type(self.title), self.title))
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
-    ) -> ValueSizeBounds:
+        self, shape: PlanValueBounds, given: PlanValueType, sheet: PlannedModelCalls
+    ) -> PlanValueBounds:
         _check_items(self.title, self.leaf, shape)
         sheet.add_call_per_item(self.title, self.leaf, shape)
         return _answer_bounds(self.leaf, shape)
 
     async def run(
-        self, value: list[Any], flow: PlanLeafRunner, shape: ValueSizeBounds
+        self, value: list[Any], flow: PlanLeafRunner, shape: PlanValueBounds
     ) -> list[Any]:
         answers = await flow.ask(self.leaf, value, self.title)
         if not self.leaf.each:
@@ -240,8 +242,8 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
         return given
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
-    ) -> ValueSizeBounds:
+        self, shape: PlanValueBounds, given: PlanValueType, sheet: PlannedModelCalls
+    ) -> PlanValueBounds:
         predicate = self.predicate
         if isinstance(predicate, Leaf):
             _check_items(self.title, predicate, shape)
@@ -266,7 +268,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
         return self.predicate.keep_mask(items)
 
     async def run(
-        self, value: list[Any], flow: PlanLeafRunner, shape: ValueSizeBounds
+        self, value: list[Any], flow: PlanLeafRunner, shape: PlanValueBounds
     ) -> list[Any]:
         if isinstance(self.predicate, Leaf):
             answers = await flow.ask(self.predicate, value, self.title, is_preview=True)
@@ -292,8 +294,8 @@ class AskWholeValue(AskingStep, frozen=True, tag="ask"):
         return self.leaf.answer_type_for(given, self.title)
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
-    ) -> ValueSizeBounds:
+        self, shape: PlanValueBounds, given: PlanValueType, sheet: PlannedModelCalls
+    ) -> PlanValueBounds:
         size = shape.max_bytes
         if size > self.leaf.read_bytes:
             raise ConfigError(
@@ -308,7 +310,7 @@ class AskWholeValue(AskingStep, frozen=True, tag="ask"):
             sheet.add_bounded(self.title, self.leaf, (1,), True, size, size)
         return reply_bounds(1, self.leaf.max_answer_bytes)
 
-    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: PlanValueBounds) -> Any:
         (answer,) = await flow.ask(self.leaf, [value], self.title)
         return answer
 
@@ -353,7 +355,7 @@ class TreeReduceStep(AskingStep, frozen=True, tag="reduce"):
     def _fan_in(self, item_bytes: int) -> int:
         return self.leaf.read_bytes // (item_bytes + BETWEEN_BYTES)
 
-    def _tree(self, shape: ValueSizeBounds) -> ReduceTreeGrouping:
+    def _tree(self, shape: PlanValueBounds) -> ReduceTreeGrouping:
         is_parts = _has_parts(shape.value)
         first = max(1, self._fan_in(shape.item_bytes))
         return ReduceTreeGrouping(
@@ -361,8 +363,8 @@ class TreeReduceStep(AskingStep, frozen=True, tag="reduce"):
         )
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
-    ) -> ValueSizeBounds:
+        self, shape: PlanValueBounds, given: PlanValueType, sheet: PlannedModelCalls
+    ) -> PlanValueBounds:
         if shape.item_bytes > self.leaf.read_bytes:
             raise ConfigError(
                 f"{self.title}: an item may take {shape.item_bytes:,} bytes, but its leaf reads "
@@ -373,7 +375,7 @@ class TreeReduceStep(AskingStep, frozen=True, tag="reduce"):
         waves = tree.calls_per_level(shape.num)
         total = shape.max_bytes + sum(waves[1:]) * self.leaf.read_bytes
         places = (
-            num_bytes(each.place) + 3 for each in shape.value or () if isinstance(each, TextPart)
+            num_bytes(each.place) + 3 for each in shape.value or () if isinstance(each, ContextPart)
         )
         largest = self.leaf.read_bytes + tree.first * max(places, default=0)
         sheet.add_bounded(self.title, self.leaf, waves, shape.is_exact, total, largest)
@@ -381,7 +383,7 @@ class TreeReduceStep(AskingStep, frozen=True, tag="reduce"):
             1, max(self.leaf.max_answer_bytes, 0 if tree.asks_single else shape.item_bytes)
         )
 
-    async def run(self, value: list[Any], flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
+    async def run(self, value: list[Any], flow: PlanLeafRunner, shape: PlanValueBounds) -> Any:
         tree = self._tree(shape)
         items, is_first = [item for item in value if item is not None], True
         while len(items) > 1 or (items and is_first and tree.asks_single):
@@ -439,7 +441,7 @@ class ReduceTreeGrouping(NamedTuple):
         return [each for each in found if each]
 
 
-def _check_items(step: str, leaf: Leaf, shape: ValueSizeBounds) -> None:
+def _check_items(step: str, leaf: Leaf, shape: PlanValueBounds) -> None:
     """Raise ConfigError if an item that is already known is too large for a model call of the plan.
 
     Parts of a text are not checked here, because their type already has a size limit.
@@ -453,14 +455,14 @@ def _check_items(step: str, leaf: Leaf, shape: ValueSizeBounds) -> None:
 
 
 def _has_parts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], TextPart)
+    return isinstance(value, list) and bool(value) and isinstance(value[0], ContextPart)
 
 
 def _select_kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
     return [item for item, is_kept in zip(items, verdicts, strict=True) if is_kept]
 
 
-def _answer_bounds(leaf: Leaf, shape: ValueSizeBounds) -> ValueSizeBounds:
+def _answer_bounds(leaf: Leaf, shape: PlanValueBounds) -> PlanValueBounds:
     """Return size bounds on the answers to a plan's question, before any model call.
 
     ``leaf`` is the question, and ``shape`` gives the bounds of the items that it is about.

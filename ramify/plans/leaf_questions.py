@@ -21,7 +21,7 @@ import msgspec
 from ramify.engine.plain_call import with_answer_format
 from ramify.engine.typed_answers import AnswerSchema, TypeMismatch, answer_type
 from ramify.errors import ConfigError
-from ramify.plans.text_parts import BYTES_PER_TOKEN, TextPart, num_bytes, shortened
+from ramify.plans.text_parts import BYTES_PER_TOKEN, ContextPart, num_bytes, shortened
 from ramify.plans.value_types import PlanValueType, check_field_values, list_of, type_of_schema
 
 REPLY_BYTES_PER_TOKEN = 6
@@ -119,7 +119,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return f"{asked}\n\n{self._format_item(given, is_preview)}"
 
     def _format_item(self, given: Any, is_preview: bool) -> str:
-        if not isinstance(given, TextPart):
+        if not isinstance(given, ContextPart):
             return render_for_prompt(given)
         if self.each:
             text = given.numbered()
@@ -132,13 +132,13 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         text."""
         if self.schema is None:
             return None
-        if self.each and isinstance(given, TextPart):
+        if self.each and isinstance(given, ContextPart):
             return _each_kind(self, len(given.records))
         return _answer_schema(self)
 
     def max_reply_tokens(self, given: Any) -> int:
         """Return the maximum number of reply tokens for a question about this value."""
-        if self.each and isinstance(given, TextPart):
+        if self.each and isinstance(given, ContextPart):
             return _MORE_TOKENS + self.reply_tokens * max(1, len(given.records))
         return self.reply_tokens
 
@@ -159,9 +159,13 @@ def render_for_prompt(value: Any) -> str:
     """
     if isinstance(value, str):
         return value
-    if isinstance(value, TextPart):
+    if isinstance(value, ContextPart):
         return f"[{value.place}]\n{value.text}"
-    if isinstance(value, Sequence) and value and all(isinstance(v, str | TextPart) for v in value):
+    if (
+        isinstance(value, Sequence)
+        and value
+        and all(isinstance(v, str | ContextPart) for v in value)
+    ):
         return _BETWEEN.join(map(render_for_prompt, value))
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return "\n".join(msgspec.json.encode(each).decode() for each in value)

@@ -20,7 +20,7 @@ from typing import Any
 from ramify.engine.answer_mode_choice import (
     AnswerModeChoice,
     AnswerModeChoiceCall,
-    AnswerModeChoiceInput,
+    AnswerModeFacts,
 )
 from ramify.engine.leaf_calls import LeafRequest
 from ramify.engine.observation_messages import count_text_chars
@@ -90,13 +90,13 @@ Give the way, a reason of at most 20 words, and, for classify and aggregate, the
 question names, if it names them. Do not answer the question."""
 
 
-def choose_plan(facts: AnswerModeChoiceInput) -> AnswerModeChoice:
+def choose_plan(facts: AnswerModeFacts) -> AnswerModeChoice:
     """Choose the ready-made plan that fits the wording of the question."""
     strategy = strategy_for(facts.question.text, model=facts.client, is_table=facts.is_csv)
     return AnswerModeChoice("plan", strategy.reason, strategy)
 
 
-def choose_mode(facts: AnswerModeChoiceInput) -> AnswerModeChoice | AnswerModeChoiceCall:
+def choose_mode(facts: AnswerModeFacts) -> AnswerModeChoice | AnswerModeChoiceCall:
     """Choose by rules between one plain call, a Python session and a particular plan.
 
     If the rules do not decide, return the model call that makes the choice.
@@ -122,7 +122,7 @@ def choose_mode(facts: AnswerModeChoiceInput) -> AnswerModeChoice | AnswerModeCh
     return _with_plan(facts, chosen.name, chosen.reason)
 
 
-def _prepare_choice_call(facts: AnswerModeChoiceInput, num_chars: int) -> AnswerModeChoiceCall:
+def _prepare_choice_call(facts: AnswerModeFacts, num_chars: int) -> AnswerModeChoiceCall:
     """Return the model call that chooses between a Python session and the plans."""
     question = facts.question
     shape = context_facts(question.context, num_chars, num_chars).shape
@@ -148,9 +148,7 @@ def _prepare_choice_call(facts: AnswerModeChoiceInput, num_chars: int) -> Answer
     return AnswerModeChoiceCall(leaf, choice)
 
 
-def _with_plan(
-    facts: AnswerModeChoiceInput, name: str, why: str, **options: Any
-) -> AnswerModeChoice:
+def _with_plan(facts: AnswerModeFacts, name: str, why: str, **options: Any) -> AnswerModeChoice:
     """Choose the plan called ``name`` if that plan can run.
 
     Otherwise choose a Python session.
@@ -171,7 +169,7 @@ def _with_plan(
     return AnswerModeChoice("plan", strategy.reason, strategy)
 
 
-def _one_call(facts: AnswerModeChoiceInput) -> tuple[int, str]:
+def _one_call(facts: AnswerModeFacts) -> tuple[int, str]:
     """Return the longest context, in characters, that a single plain call may read.
 
     A note on the origin of this limit is returned, too.
@@ -182,7 +180,7 @@ def _one_call(facts: AnswerModeChoiceInput) -> tuple[int, str]:
     return found.part_tokens * BYTES_PER_TOKEN, f", calibrated {found.date}"
 
 
-def _why_not(strategy: PlanStrategy, facts: AnswerModeChoiceInput) -> str:
+def _why_not(strategy: PlanStrategy, facts: AnswerModeFacts) -> str:
     """Return why a plan cannot handle the context within the budget, or an empty string."""
     question = facts.question
     try:
@@ -193,7 +191,7 @@ def _why_not(strategy: PlanStrategy, facts: AnswerModeChoiceInput) -> str:
     return ""
 
 
-def _model(facts: AnswerModeChoiceInput) -> ModelCostProfile:
+def _model(facts: AnswerModeFacts) -> ModelCostProfile:
     client = facts.client
     reasoning = look_up_model(client, facts.limits).reasoning_tokens
     return ModelCostProfile(client.name, client.window, client.price, reasoning)

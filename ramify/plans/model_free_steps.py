@@ -25,11 +25,11 @@ from ramify.plans.leaf_questions import render_for_prompt
 from ramify.plans.plan_leaf_runner import PlanLeafRunner
 from ramify.plans.plan_step import PlanStep
 from ramify.plans.predicates import Comparison, field_value
-from ramify.plans.text_parts import TextPart, num_bytes
+from ramify.plans.text_parts import ContextPart, num_bytes
 from ramify.plans.value_bounds import (
     MAX_ITEMS,
     PlannedModelCalls,
-    ValueSizeBounds,
+    PlanValueBounds,
     known_value_bounds,
     reply_bounds,
 )
@@ -53,14 +53,14 @@ _FORMATS = ("%Y/%m/%d", "%b %d, %Y", "%B %d, %Y", "%d %b %Y", "%d %B %Y", "%Y-%m
 _PERIODS = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m", "year": "%Y"}
 
 
-class SymbolicStep(PlanStep, frozen=True):
+class ModelFreeStep(PlanStep, frozen=True):
     """A step of a plan that computes its result without asking a model."""
 
     def apply(self, value: Any) -> Any:
         """Compute the result of this plan step for a value."""
         raise NotImplementedError
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         """Return size bounds on this step's result if its input depends on model replies.
 
         ``shape`` gives the bounds of the input, and ``given`` its type.
@@ -68,8 +68,8 @@ class SymbolicStep(PlanStep, frozen=True):
         raise NotImplementedError
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
-    ) -> ValueSizeBounds:
+        self, shape: PlanValueBounds, given: PlanValueType, sheet: PlannedModelCalls
+    ) -> PlanValueBounds:
         """Estimate the size bounds of this step's result before the plan runs.
 
         If the input is already known, the result is computed. ``shape`` gives the bounds of the
@@ -81,15 +81,15 @@ class SymbolicStep(PlanStep, frozen=True):
             else self.output_bounds(shape, given)
         )
 
-    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: PlanValueBounds) -> Any:
         """Compute the result of this step in a thread, so that the event loop is not blocked."""
         return await flow.run_in_thread(self.apply, value)
 
 
-class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
+class ConcatListsStep(ModelFreeStep, frozen=True, tag="concat"):
     """A step that joins a list of lists into one list, or a list of texts or parts into one text.
 
-    >>> plans.ConcatLists().apply([["a"], ["b", "c"]])
+    >>> plans.ConcatListsStep().apply([["a"], ["b", "c"]])
     ['a', 'b', 'c']
     """
 
@@ -108,19 +108,19 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
             return [item for each in value if each is not None for item in each]
         return render_for_prompt([each for each in value if each is not None]) if value else ""
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         if shape.inner:
             return reply_bounds(shape.inner, shape.item_bytes, shape.total_bytes, is_exact=False)
         return reply_bounds(1, shape.max_bytes)
 
 
-class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
+class CrossFieldValuesStep(ModelFreeStep, frozen=True, tag="cross"):
     """A step that forms all pairs of different values of a field.
 
     The first value comes from an item that meets the condition ``left``, and the second from one
     that meets ``right``; without conditions, all items are used.
 
-    >>> plans.PairUpFieldValues("user").apply([{"user": "b"}, {"user": "a"}])
+    >>> plans.CrossFieldValuesStep("user").apply([{"user": "b"}, {"user": "a"}])
     [['a', 'b']]
     """
 
@@ -167,7 +167,7 @@ class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
         keys = (_to_hashable(field_value(item, self.key)) for item in items)
         return list(dict.fromkeys(key for key in keys if key is not None))
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         num = min(shape.num**2, MAX_PAIRS)
         return reply_bounds(num, 2 * shape.item_bytes + _NUMBER_BYTES, is_exact=False)
 
@@ -176,12 +176,12 @@ class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
         return f"cross {self.key or 'items'} ({conditions})"
 
 
-class TakeMaxItem(SymbolicStep, frozen=True, tag="best"):
+class TakeMaxItemStep(ModelFreeStep, frozen=True, tag="best"):
     """A step that takes the item with the highest value of a field.
 
     Of several such items, it takes the first.
 
-    >>> plans.TakeMaxItem("score").apply([{"score": 1}, {"score": 3}])
+    >>> plans.TakeMaxItemStep("score").apply([{"score": 1}, {"score": 3}])
     {'score': 3}
     """
 
@@ -197,14 +197,14 @@ class TakeMaxItem(SymbolicStep, frozen=True, tag="best"):
         rated = [(rank, item) for rank, item in ranked if rank is not None]
         return max(rated, key=lambda each: each[0])[1] if rated else None
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         return reply_bounds(1, shape.item_bytes)
 
     def shown(self) -> str:
         return f"best by {self.by or 'value'}"
 
 
-class TakeField(SymbolicStep, frozen=True, tag="field"):
+class TakeFieldStep(ModelFreeStep, frozen=True, tag="field"):
     """A step that takes one field of a record, or of each record in a list.
 
     >>> plans.field("user").steps[0].apply([{"user": "a"}, {"user": "b"}])
@@ -223,19 +223,19 @@ class TakeField(SymbolicStep, frozen=True, tag="field"):
             return [field_value(item, self.name) for item in value]
         return field_value(value, self.name)
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         return msgspec.structs.replace(shape, value=None)
 
     def shown(self) -> str:
         return f"field {self.name}"
 
 
-class CountValues(SymbolicStep, frozen=True, tag="count"):
+class CountValuesStep(ModelFreeStep, frozen=True, tag="count"):
     """A step that counts how often each value of one or more fields occurs.
 
     The most frequent value is first.
 
-    >>> plans.CountValues().apply(["ham", "spam", "spam"])
+    >>> plans.CountValuesStep().apply(["ham", "spam", "spam"])
     {'spam': 2, 'ham': 1}
     """
 
@@ -255,7 +255,7 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
         named = (" | ".join(map(_text_or_json, key)) for key in keys if None not in key)
         return dict(sorted(Counter(named).items(), key=lambda each: (-each[1], each[0])))
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         fields = [
             given.item_type(self.title).field_type(name, self.title) for name in self.by or ("",)
         ]
@@ -269,11 +269,11 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
         return f"count {' and '.join(self.by) or 'values'}"
 
 
-class BuildCountHistogram(SymbolicStep, frozen=True, tag="spread"):
+class CountHistogramStep(ModelFreeStep, frozen=True, tag="spread"):
     """A step that makes a histogram of counts: how many values occur once, how many twice, and so
     on.
 
-    >>> plans.BuildCountHistogram().apply({"ham": 2, "spam": 2, "eggs": 1})
+    >>> plans.CountHistogramStep().apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
     """
 
@@ -285,16 +285,16 @@ class BuildCountHistogram(SymbolicStep, frozen=True, tag="spread"):
     def apply(self, value: dict[str, int]) -> dict[str, int]:
         return {str(count): num for count, num in Counter(value.values()).most_common()}
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         return reply_bounds(shape.num, 2 * _NUMBER_BYTES, is_exact=False)
 
 
-class AggregateField(SymbolicStep, frozen=True, tag="total"):
+class AggregateFieldStep(ModelFreeStep, frozen=True, tag="total"):
     """A step that computes the sum, mean, minimum or maximum of a numeric field.
 
     The field is read from all items.
 
-    >>> plans.AggregateField("price").apply([{"price": 2}, {"price": 3.5}])
+    >>> plans.AggregateFieldStep("price").apply([{"price": 2}, {"price": 3.5}])
     5.5
     """
 
@@ -317,17 +317,17 @@ class AggregateField(SymbolicStep, frozen=True, tag="total"):
             return math.fsum(numbers) / len(numbers)
         return min(numbers) if self.how == "min" else max(numbers)
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         return reply_bounds(1, _NUMBER_BYTES)
 
     def shown(self) -> str:
         return f"{self.how} of {self.field or 'values'}"
 
 
-class TopItems(SymbolicStep, frozen=True, tag="top"):
+class TopItemsStep(ModelFreeStep, frozen=True, tag="top"):
     """A step that keeps the ``k`` highest counts, or the ``k`` highest records by a field.
 
-    >>> plans.TopItems(1).apply({"ham": 1, "spam": 2})
+    >>> plans.TopItemsStep(1).apply({"ham": 1, "spam": 2})
     {'spam': 2}
     """
 
@@ -354,17 +354,17 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
         rated = [(rank, item) for rank, item in ranked if rank is not None]
         return [item for _, item in sorted(rated, key=lambda each: -each[0])[: self.k]]
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         return shape.limit_items(self.k)
 
     def shown(self) -> str:
         return f"top {self.k}" + f" by {self.by}" * bool(self.by)
 
 
-class DistinctValues(SymbolicStep, frozen=True, tag="distinct"):
+class DistinctValuesStep(ModelFreeStep, frozen=True, tag="distinct"):
     """A step that returns the distinct values of a field in sorted order.
 
-    >>> plans.DistinctValues().apply(["b", "a", "b"])
+    >>> plans.DistinctValuesStep().apply(["b", "a", "b"])
     ['a', 'b']
     """
 
@@ -377,14 +377,14 @@ class DistinctValues(SymbolicStep, frozen=True, tag="distinct"):
         found = (field_value(item, self.field) for item in value)
         return _sorted_set(each for each in found if each is not None)
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         return msgspec.structs.replace(shape, is_exact=False, inner=0)
 
     def shown(self) -> str:
         return f"distinct {self.field or 'values'}"
 
 
-class SetOperation(SymbolicStep, frozen=True, tag="combine"):
+class SetOperation(ModelFreeStep, frozen=True, tag="combine"):
     """A step that combines two lists as sets, by union, intersection or difference.
 
     >>> plans.SetOperation("intersection").apply((["a", "b"], ["b", "c"]))
@@ -408,7 +408,7 @@ class SetOperation(SymbolicStep, frozen=True, tag="combine"):
             kept = {key: item for key, item in first.items() if (key in second) is is_both}
         return _sorted_set(kept.values())
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         first, second = shape.both or (shape, shape)
         most = max(first.item_bytes, second.item_bytes)
         total = first.total_bytes + second.total_bytes
@@ -418,10 +418,10 @@ class SetOperation(SymbolicStep, frozen=True, tag="combine"):
         return f"combine ({self.how})"
 
 
-class JoinRecords(SymbolicStep, frozen=True, tag="join"):
+class JoinRecordsStep(ModelFreeStep, frozen=True, tag="join"):
     """A step that joins records from two lists if they have the same value in a field.
 
-    >>> plans.JoinRecords("id").apply(([{"id": 1, "a": 2}], [{"id": 1, "b": 3}]))
+    >>> plans.JoinRecordsStep("id").apply(([{"id": 1, "a": 2}], [{"id": 1, "b": 3}]))
     [{'id': 1, 'a': 2, 'b': 3}]
     """
 
@@ -450,7 +450,7 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
             raise ConfigError(f"join would give more than {MAX_PAIRS:,} records: filter first")
         return found
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         first, second = shape.both or (shape, shape)
         num = min(first.num * second.num, MAX_PAIRS)
         return reply_bounds(num, first.item_bytes + second.item_bytes, is_exact=False)
@@ -459,7 +459,7 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
         return f"join on {self.on}"
 
 
-class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
+class TruncateDates(ModelFreeStep, frozen=True, tag="periods"):
     """A step that replaces each date in a field with its day, week, month or year, so that dates
     can be counted and compared.
 
@@ -495,7 +495,7 @@ class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
         date = _date(value)
         return None if date is None else date.strftime(_PERIODS[self.per])
 
-    def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
         item = shape.item_bytes + _NUMBER_BYTES
         total = shape.total_bytes + shape.num * _NUMBER_BYTES
         return msgspec.structs.replace(
@@ -547,7 +547,9 @@ def _text_or_json(value: Any) -> str:
 
 
 def _key(value: Any) -> Any:
-    return value.text if isinstance(value, TextPart) else msgspec.json.encode(value, order="sorted")
+    return (
+        value.text if isinstance(value, ContextPart) else msgspec.json.encode(value, order="sorted")
+    )
 
 
 def _to_hashable(value: Any) -> Any:

@@ -37,7 +37,7 @@ within this limit is chosen."""
 _log = ComponentLogger("plans")
 
 
-class CalibrationPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PartSizeAccuracy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The accuracy and cost of a model's answers for text parts of one size."""
 
     tokens: int
@@ -66,7 +66,7 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Model name with its provider, such as ``openai:gpt-5-mini``."""
     date: str
     """Date of the measurement, such as ``2026-11-27``."""
-    points: tuple[CalibrationPoint, ...]
+    points: tuple[PartSizeAccuracy, ...]
     """One or more measurements, in ascending order of size."""
     tolerance: float = TOLERANCE
     """Accuracy that a part size may lose compared with the most accurate one, from 0 to 1."""
@@ -182,7 +182,7 @@ def _warn_ignored(path: Path, why: str) -> None:
     _log.issue_python_warning(f"the calibration {path} is ignored: {why}", stacklevel=3)
 
 
-def _fit_non_increasing(points: Sequence[CalibrationPoint]) -> list[float]:
+def _fit_non_increasing(points: Sequence[PartSizeAccuracy]) -> list[float]:
     """Return measured accuracies smoothed so that they never increase with the part size.
 
     The method is pooling of adjacent violators. Each point is weighted by its number of questions.

@@ -25,31 +25,31 @@ from ramify.plans.asking_steps import (
     AskEachItem,
     AskingStep,
     AskWholeValue,
+    FilterByPartStart,
     FilterItems,
-    LimitFiltersToPreview,
     SplitText,
     TreeReduceStep,
 )
 from ramify.plans.leaf_questions import Leaf
 from ramify.plans.model_free_steps import (
-    AggregateField,
-    BuildCountHistogram,
-    ConcatLists,
-    CountValues,
-    DistinctValues,
-    JoinRecords,
-    PairUpFieldValues,
+    AggregateFieldStep,
+    ConcatListsStep,
+    CountHistogramStep,
+    CountValuesStep,
+    CrossFieldValuesStep,
+    DistinctValuesStep,
+    JoinRecordsStep,
     SetOperation,
-    TakeField,
-    TakeMaxItem,
-    TopItems,
+    TakeFieldStep,
+    TakeMaxItemStep,
+    TopItemsStep,
     TruncateDates,
 )
-from ramify.plans.plan_cost import ModelCostProfile, PlanCost, cost_of, look_up_model
+from ramify.plans.plan_cost import ModelCostProfile, PlanCostBound, cost_of, look_up_model
 from ramify.plans.plan_leaf_runner import PlanLeafRunner
 from ramify.plans.value_bounds import (
     PlannedModelCalls,
-    ValueSizeBounds,
+    PlanValueBounds,
     known_value_bounds,
     reply_bounds,
 )
@@ -123,8 +123,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield step.predicate
 
     def shapes(
-        self, first: ValueSizeBounds, sheet: PlannedModelCalls, given: PlanValueType | None = None
-    ) -> list[ValueSizeBounds]:
+        self, first: PlanValueBounds, sheet: PlannedModelCalls, given: PlanValueType | None = None
+    ) -> list[PlanValueBounds]:
         """Return size bounds on the values between the plan's steps, without running the plan.
 
         The list begins with the value before the first step. Adds the model calls to ``sheet``.
@@ -135,7 +135,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             shapes.append(step.estimate_bounds(shapes[-1], kind, sheet))
         return shapes
 
-    async def run(self, value: Any, shapes: list[ValueSizeBounds], flow: PlanLeafRunner) -> Any:
+    async def run(self, value: Any, shapes: list[PlanValueBounds], flow: PlanLeafRunner) -> Any:
         """Apply the steps to a value one after another, and return the answer.
 
         ``shapes`` gives the bounds computed in advance. If they already contain the result of a
@@ -145,7 +145,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = after.value if after.is_known else await step.run(value, flow, before)
         return value
 
-    def cost(self, context: Any, model: Any, question: str = "", *, limits: Any = None) -> PlanCost:
+    def cost(
+        self, context: Any, model: Any, question: str = "", *, limits: Any = None
+    ) -> PlanCostBound:
         """Return an upper bound on the cost of running the plan on a context.
 
         It is computed before anything is spent, and counts calls, tokens and dollars. ``model`` is
@@ -162,14 +164,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def cost_and_bounds(
         self, context: Any, question: str, model: ModelCostProfile
-    ) -> tuple[PlanCost, list[ValueSizeBounds]]:
+    ) -> tuple[PlanCostBound, list[PlanValueBounds]]:
         """Compute the plan's cost for a context, and the size bounds of its values.
 
         Returns the cost, and the bounds of the value before the first step and after each step.
         """
         self.check_begins_with_split()
         sheet = PlannedModelCalls(question)
-        first = ValueSizeBounds(context, True)
+        first = PlanValueBounds(context, True)
         shapes = self.shapes(first, sheet)
         return cost_of(sheet.steps, model), shapes
 
@@ -211,8 +213,8 @@ class ApplyBothPlans(AskingStep, frozen=True, tag="both"):
         return pair_of(self.left.types(given)[-1], self.right.types(given)[-1])
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
-    ) -> ValueSizeBounds:
+        self, shape: PlanValueBounds, given: PlanValueType, sheet: PlannedModelCalls
+    ) -> PlanValueBounds:
         left = self.left.shapes(shape, sheet, given)[-1]
         right = self.right.shapes(shape, sheet, given)[-1]
         if left.is_known and right.is_known:
@@ -220,7 +222,7 @@ class ApplyBothPlans(AskingStep, frozen=True, tag="both"):
         total = left.max_bytes + right.max_bytes
         return reply_bounds(1, total, is_exact=left.is_exact and right.is_exact, both=(left, right))
 
-    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: PlanValueBounds) -> Any:
         sheet, results = PlannedModelCalls(flow.question), []
         for plan in (self.left, self.right):
             shapes = await flow.run_in_thread(plan.shapes, shape, sheet)
@@ -230,23 +232,23 @@ class ApplyBothPlans(AskingStep, frozen=True, tag="both"):
 
 AnyStep = (
     SplitText
-    | LimitFiltersToPreview
+    | FilterByPartStart
     | AskEachItem
     | FilterItems
     | AskWholeValue
     | TreeReduceStep
     | ApplyBothPlans
-    | ConcatLists
-    | PairUpFieldValues
-    | TakeMaxItem
-    | TakeField
-    | CountValues
-    | BuildCountHistogram
-    | AggregateField
-    | TopItems
-    | DistinctValues
+    | ConcatListsStep
+    | CrossFieldValuesStep
+    | TakeMaxItemStep
+    | TakeFieldStep
+    | CountValuesStep
+    | CountHistogramStep
+    | AggregateFieldStep
+    | TopItemsStep
+    | DistinctValuesStep
     | SetOperation
-    | JoinRecords
+    | JoinRecordsStep
     | TruncateDates
 )
 

@@ -81,7 +81,7 @@ class CallBound(msgspec.Struct, frozen=True):
         return self.input_tokens + self.output_tokens
 
 
-class PlanCost(msgspec.Struct, frozen=True):
+class PlanCostBound(msgspec.Struct, frozen=True):
     """The maximum cost of a plan in calls, tokens and dollars."""
 
     calls: int
@@ -148,7 +148,7 @@ class PlanCost(msgspec.Struct, frozen=True):
                 )
 
 
-def cost_of(steps: Sequence[PlannedStepCalls], model: ModelCostProfile) -> PlanCost:
+def cost_of(steps: Sequence[PlannedStepCalls], model: ModelCostProfile) -> PlanCostBound:
     """Return the cost of running a plan's steps with a model.
 
     Raises ConfigError if a prompt and its reply may exceed the model's context window.
@@ -177,7 +177,7 @@ def cost_of(steps: Sequence[PlannedStepCalls], model: ModelCostProfile) -> PlanC
     )
     is_exact = all(step.is_exact for step in steps)
     dollars = _dollars(given, output, model)
-    return PlanCost(calls, is_exact, given, output, dollars, retries, tuple(steps))
+    return PlanCostBound(calls, is_exact, given, output, dollars, retries, tuple(steps))
 
 
 def _dollars(input_tokens: int, output_tokens: int, model: ModelCostProfile) -> float | None:

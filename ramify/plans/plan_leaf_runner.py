@@ -17,7 +17,7 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafModelCaller, LeafRequest
 from ramify.errors import LimitReached, RamifyError
 from ramify.plans.leaf_questions import Leaf, truncate_text
-from ramify.plans.text_parts import TextPart
+from ramify.plans.text_parts import ContextPart
 from ramify.types.trajectory import Stop
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class PlanLeafRunner:
 
 def _describe_call(leaf: Leaf, item: Any) -> str:
     """Return a short description of what a plan's model call is about, for the run's record."""
-    if isinstance(item, TextPart):
+    if isinstance(item, ContextPart):
         return f"{leaf.label}: {item.place}"
     if isinstance(item, list):
         return f"{leaf.label}: {len(item):,} items"

@@ -22,7 +22,7 @@ from ramify.engine.leaf_calls import LeafModelCaller
 from ramify.plans.plan import Plan
 from ramify.plans.plan_cost import ModelCostProfile, cost_of
 from ramify.plans.plan_leaf_runner import PlanLeafRunner, PlanStopped
-from ramify.plans.value_bounds import PlannedModelCalls, ValueSizeBounds
+from ramify.plans.value_bounds import PlannedModelCalls, PlanValueBounds
 from ramify.plans.value_types import PlanValueType
 from ramify.types.trajectory import Stop, cut
 
@@ -54,12 +54,12 @@ class PlanStrategy(
         """
         self.plan.check_begins_with_split()
         return await answer_with_plan(
-            self.plan, ValueSizeBounds(calls.question.context, True), None, calls
+            self.plan, PlanValueBounds(calls.question.context, True), None, calls
         )
 
 
 async def answer_with_plan(
-    plan: Plan, first: ValueSizeBounds, given: PlanValueType | None, calls: LeafModelCaller
+    plan: Plan, first: PlanValueBounds, given: PlanValueType | None, calls: LeafModelCaller
 ) -> CallOutcome:
     """Run a plan and return its outcome.
 

@@ -18,7 +18,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.pip_install_command import install_command
-from ramify.plans.text_parts import TextPart, compile_regex
+from ramify.plans.text_parts import ContextPart, compile_regex
 from ramify.plans.value_types import BOOLEAN, PlanValueType, check_field_values
 
 Operator = Literal["", "==", "!=", "<", "<=", ">", ">=", "in", "contains"]
@@ -218,4 +218,4 @@ def field_value(item: Any, field: str) -> Any:
 
 
 def _text(item: Any) -> Any:
-    return item.text if isinstance(item, TextPart) else item
+    return item.text if isinstance(item, ContextPart) else item

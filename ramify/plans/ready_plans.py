@@ -248,7 +248,7 @@ READY_PLANS: dict[str, Callable[..., Plan]] = {
 """Name of a ready-made plan -> function that returns the plan."""
 
 
-class ReadyPlanChoice(NamedTuple):
+class SelectedPlan(NamedTuple):
     """The ready-made plan that was chosen for a question, and the reason for the choice."""
 
     name: str
@@ -270,7 +270,7 @@ _RULES = (
 """Name of a ready-made plan -> words of a question that ask for it. The first match is chosen."""
 
 
-def plan_for(question: str, labels: Sequence[str] | None = None) -> ReadyPlanChoice:
+def plan_for(question: str, labels: Sequence[str] | None = None) -> SelectedPlan:
     """Choose a ready-made plan from the words of a question.
 
     If the words do not decide, the choice is ``classify`` if labels are given, and ``search``
@@ -283,11 +283,11 @@ def plan_for(question: str, labels: Sequence[str] | None = None) -> ReadyPlanCho
     if chosen is not None:
         return chosen
     if labels:
-        return ReadyPlanChoice("classify", "labels are given")
-    return ReadyPlanChoice("search", "no words of the question ask for another plan")
+        return SelectedPlan("classify", "labels are given")
+    return SelectedPlan("search", "no words of the question ask for another plan")
 
 
-def plan_by_keywords(question: str) -> ReadyPlanChoice | None:
+def plan_by_keywords(question: str) -> SelectedPlan | None:
     """Return the ready-made plan that the words of a question ask for, such as ``aggregate`` for
     "how many".
 
@@ -295,7 +295,7 @@ def plan_by_keywords(question: str) -> ReadyPlanChoice | None:
     """
     for name, pattern in _RULES:
         if found := re.search(pattern, question, re.IGNORECASE):
-            return ReadyPlanChoice(name, f"the question says {found[0]!r:.60}")
+            return SelectedPlan(name, f"the question says {found[0]!r:.60}")
     return None
 
 

@@ -27,7 +27,7 @@ _MAX_CHARS = 16_000_000
 _PART_KEYS = {"place", "text"}
 
 
-class SessionTextPart(str):
+class LocatedTextPart(str):
     """A part of a text: a str with its ``place`` and its ``records``."""
 
     place: str
@@ -38,7 +38,7 @@ class SessionTextPart(str):
 
     def __new__(
         cls, text: str, place: str = "", spans: str = "", preview: str = ""
-    ) -> SessionTextPart:
+    ) -> LocatedTextPart:
         part = super().__new__(cls, text)
         part.place = place
         part.preview = preview
@@ -52,7 +52,7 @@ class SessionTextPart(str):
         return [self[a:b] for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
 
     def __reduce__(self) -> Any:
-        return SessionTextPart, (str(self), self.place, self._spans, self.preview)
+        return LocatedTextPart, (str(self), self.place, self._spans, self.preview)
 
 
 class _Options:
@@ -70,7 +70,7 @@ class _Options:
         return f"{self._name}({given})"
 
 
-class SessionLeafQuestion(_Options):
+class LeafQuestionSpec(_Options):
     """A question about one item, with limits.
 
     ``{question}`` in the prompt stands for your question. ``schema`` is a JSON schema or a type of
@@ -138,7 +138,7 @@ class SessionFieldFilter(_Options):
 
 
 # One name stands for one class in this package, and a session uses the names of ``ramify.plans``.
-Part, Leaf = SessionTextPart, SessionLeafQuestion
+Part, Leaf = LocatedTextPart, LeafQuestionSpec
 Pattern, Relevance, Comparison = SessionRegexFilter, SessionBm25Filter, SessionFieldFilter
 
 
@@ -214,20 +214,20 @@ def _ready(name: str, value: Any, question: str | None, options: dict[str, Any])
 
 def split(
     text: Any = None, by: str = "lines", tokens: int = 4000, **options: Any
-) -> list[SessionTextPart]:
+) -> list[LocatedTextPart]:
     """Cut a text, or a list or dict of texts, into parts of at most ``tokens`` tokens (of 3 bytes);
     by lines, records, sentences, tokens or items.
 
     Options: overlap, separator, max_records, cut.
     """
     value = text if text is not None else _context
-    found: list[SessionTextPart] = _run("split", value, {"by": by, "tokens": tokens, **options})
+    found: list[LocatedTextPart] = _run("split", value, {"by": by, "tokens": tokens, **options})
     return found
 
 
-def peek(parts: Any, tokens: int = 500) -> list[SessionTextPart]:
+def peek(parts: Any, tokens: int = 500) -> list[LocatedTextPart]:
     """Let ``filter`` read only the beginning of each part."""
-    found: list[SessionTextPart] = _run("peek", parts, {"tokens": tokens})
+    found: list[LocatedTextPart] = _run("peek", parts, {"tokens": tokens})
     return found
 
 
@@ -353,7 +353,7 @@ def _run(name: str, value: Any, options: dict[str, Any], question: str | None = 
         _prelude.received.append(answer)
     if reply["note"]:
         print(f"{name}: {reply['note']}")
-    return [SessionTextPart(*each) for each in answer] if reply["is_parts"] else answer
+    return [LocatedTextPart(*each) for each in answer] if reply["is_parts"] else answer
 
 
 def _option(value: Any) -> Any:
@@ -378,7 +378,7 @@ def _sent(name: str, value: Any) -> Any:
         if value and None not in parts:
             _check_size(name, parts)
             return {"of": "parts", "parts": [_fields(each) for each in parts if each is not None]}
-    if isinstance(value, SessionTextPart):
+    if isinstance(value, LocatedTextPart):
         value = [value]
         return {"of": "part", "parts": [_fields(each) for each in value]}
     plain = _plain(value)
@@ -386,12 +386,12 @@ def _sent(name: str, value: Any) -> Any:
     return {"of": "value", "value": plain}
 
 
-def _part(value: Any) -> SessionTextPart | None:
+def _part(value: Any) -> LocatedTextPart | None:
     """Convert ``value`` to a text part, if it is one or is a dict as returned by ``chunks``.
 
     Return None for any other value.
     """
-    if isinstance(value, SessionTextPart):
+    if isinstance(value, LocatedTextPart):
         return value
     if not isinstance(value, dict) or value.keys() != _PART_KEYS or not _is_text(value["text"]):
         return None
@@ -401,10 +401,10 @@ def _part(value: Any) -> SessionTextPart | None:
             begin = start + line.index(inner)
             spans.append(f"{begin} {begin + len(inner)}")
         start += len(line)
-    return SessionTextPart(text, str(value["place"]), " ".join(spans))
+    return LocatedTextPart(text, str(value["place"]), " ".join(spans))
 
 
-def _fields(part: SessionTextPart) -> list[str]:
+def _fields(part: LocatedTextPart) -> list[str]:
     return [str(part), part.place, part._spans, part.preview]
 
 

@@ -33,8 +33,8 @@ from ramify.plans.plan import Plan
 from ramify.plans.plan_strategy import answer_with_plan
 from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.ready_plans import READY_PLANS, ready_plan
-from ramify.plans.text_parts import BYTES_PER_TOKEN, TextPart, num_bytes
-from ramify.plans.value_bounds import ValueSizeBounds, known_value_bounds
+from ramify.plans.text_parts import BYTES_PER_TOKEN, ContextPart, num_bytes
+from ramify.plans.value_bounds import PlanValueBounds, known_value_bounds
 from ramify.plans.value_types import (
     ANY,
     BOOLEAN,
@@ -45,7 +45,7 @@ from ramify.plans.value_types import (
     list_of,
     pair_of,
 )
-from ramify.sandbox.base import MappedText
+from ramify.sandbox.base import FileBackedText
 from ramify.session_module_compiler import read_module_source
 
 _STEPS: dict[str, Callable[..., Plan]] = {
@@ -167,11 +167,11 @@ class SessionPlanCall:
         """Return True if the result of this call is a list of text parts."""
         return self.title in ("split", "peek")
 
-    def _prepare_plan(self, context: Any) -> tuple[Plan, ValueSizeBounds, PlanValueType | None]:
+    def _prepare_plan(self, context: Any) -> tuple[Plan, PlanValueBounds, PlanValueType | None]:
         value = _decode_sent_value(self._value, context)
         plan = self._plan(value)
         if self.title in ("split", *_READY) and not _are_parts(value):
-            return plan, ValueSizeBounds(value, True), None
+            return plan, PlanValueBounds(value, True), None
         return plan, known_value_bounds(value), _type_of(value)
 
     def _plan(self, value: Any) -> Plan:
@@ -210,7 +210,7 @@ def _decode_sent_value(sent: Any, context: Any) -> Any:
         raise ConfigError("the value cannot be read: call the functions of ramify_plans")
     match sent.get("of"):
         case "context":
-            return str(context) if isinstance(context, MappedText) else context
+            return str(context) if isinstance(context, FileBackedText) else context
         case "value":
             return sent.get("value")
         case "pair":
@@ -228,7 +228,7 @@ def _decode_sent_value(sent: Any, context: Any) -> Any:
             raise ConfigError("the value cannot be read: call the functions of ramify_plans")
 
 
-def _decode_part(fields: Any) -> TextPart:
+def _decode_part(fields: Any) -> ContextPart:
     """Decode and validate a text part from a session, which may have forged it."""
     is_valid = isinstance(fields, list) and len(fields) == 4
     if not is_valid or not all(isinstance(each, str) for each in fields):
@@ -242,10 +242,10 @@ def _decode_part(fields: Any) -> TextPart:
     ends = [0, *bounds, len(text)]
     if any(a > b for a, b in itertools.pairwise(ends)):
         raise ConfigError("the records of a part are not in it: split the text again")
-    return TextPart(text, place[:200], (), 0, records, preview)
+    return ContextPart(text, place[:200], (), 0, records, preview)
 
 
-def _fields(part: TextPart) -> list[str]:
+def _fields(part: ContextPart) -> list[str]:
     spans = " ".join(f"{start} {end}" for start, end in part.records)
     return [part.text, part.place, spans, part.preview]
 
@@ -281,7 +281,9 @@ def _convert_option(name: str, value: Any) -> Any:
 
 
 def _are_parts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, TextPart) for v in value)
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(v, ContextPart) for v in value)
+    )
 
 
 def _type_of(value: Any) -> PlanValueType:
@@ -296,7 +298,7 @@ def _type_of(value: Any) -> PlanValueType:
             return NUMBER
         case str():
             return TEXT
-        case TextPart():
+        case ContextPart():
             return _part_type([value])
         case dict():
             numbers = value and all(type(each) is int for each in value.values())
@@ -311,7 +313,7 @@ def _type_of(value: Any) -> PlanValueType:
             return ANY
 
 
-def _part_type(parts: Sequence[TextPart]) -> PlanValueType:
+def _part_type(parts: Sequence[ContextPart]) -> PlanValueType:
     largest = max(math.ceil(num_bytes(part.text) / BYTES_PER_TOKEN) for part in parts)
     has_records = any(part.records for part in parts)  # a part may be blank
     return PlanValueType("part", has_records=has_records, tokens=largest)
@@ -328,7 +330,7 @@ def _item_type(items: Sequence[Any]) -> PlanValueType:
         return PlanValueType("record", fields=dict.fromkeys(names, ANY))
     if given and all(isinstance(item, list | tuple) for item in given):
         return list_of(ANY)
-    if any(isinstance(item, list | tuple | Mapping | TextPart) for item in given):
+    if any(isinstance(item, list | tuple | Mapping | ContextPart) for item in given):
         return ANY
     found = {kind.kind: kind for kind in map(_type_of, given)}
     return next(iter(found.values())) if len(found) == 1 else ANY

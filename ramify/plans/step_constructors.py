@@ -14,24 +14,24 @@ from typing import Any, Literal
 from ramify.plans.asking_steps import (
     AskEachItem,
     AskWholeValue,
+    FilterByPartStart,
     FilterItems,
-    LimitFiltersToPreview,
     SplitText,
     TreeReduceStep,
 )
 from ramify.plans.leaf_questions import Leaf
 from ramify.plans.model_free_steps import (
-    AggregateField,
-    BuildCountHistogram,
-    ConcatLists,
-    CountValues,
-    DistinctValues,
-    JoinRecords,
-    PairUpFieldValues,
+    AggregateFieldStep,
+    ConcatListsStep,
+    CountHistogramStep,
+    CountValuesStep,
+    CrossFieldValuesStep,
+    DistinctValuesStep,
+    JoinRecordsStep,
     SetOperation,
-    TakeField,
-    TakeMaxItem,
-    TopItems,
+    TakeFieldStep,
+    TakeMaxItemStep,
+    TopItemsStep,
     TruncateDates,
 )
 from ramify.plans.plan import ApplyBothPlans, Plan
@@ -56,7 +56,7 @@ def peek(tokens: int = 500) -> Plan:
     >>> print(plans.peek(300).steps[0].shown())
     peek at 300 tokens
     """
-    return Plan((LimitFiltersToPreview(tokens),))
+    return Plan((FilterByPartStart(tokens),))
 
 
 def map(leaf: Leaf) -> Plan:
@@ -115,7 +115,7 @@ def concat() -> Plan:
     >>> plans.concat().steps[0].apply([["a"], ["b"]])
     ['a', 'b']
     """
-    return Plan((ConcatLists(),))
+    return Plan((ConcatListsStep(),))
 
 
 def cross(
@@ -133,7 +133,7 @@ def cross(
     >>> plans.cross("user", plans.Comparison("age", ">", 60)).steps[0].shown()
     'cross user (age > 60 × any)'
     """
-    return Plan((PairUpFieldValues(key, left, right, ordered),))
+    return Plan((CrossFieldValuesStep(key, left, right, ordered),))
 
 
 def best(by: str = "") -> Plan:
@@ -142,7 +142,7 @@ def best(by: str = "") -> Plan:
     >>> plans.best("score").steps[0].apply([{"score": 1}, {"score": 3}])
     {'score': 3}
     """
-    return Plan((TakeMaxItem(by),))
+    return Plan((TakeMaxItemStep(by),))
 
 
 def field(name: str) -> Plan:
@@ -151,7 +151,7 @@ def field(name: str) -> Plan:
     >>> plans.field("user").steps[0].apply({"user": "a"})
     'a'
     """
-    return Plan((TakeField(name),))
+    return Plan((TakeFieldStep(name),))
 
 
 def count(*by: str) -> Plan:
@@ -160,7 +160,7 @@ def count(*by: str) -> Plan:
     >>> plans.count("day").steps[0].apply([{"day": "Mon"}, {"day": "Mon"}])
     {'Mon': 2}
     """
-    return Plan((CountValues(by),))
+    return Plan((CountValuesStep(by),))
 
 
 def spread() -> Plan:
@@ -169,7 +169,7 @@ def spread() -> Plan:
     >>> plans.spread().steps[0].apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
     """
-    return Plan((BuildCountHistogram(),))
+    return Plan((CountHistogramStep(),))
 
 
 def total(field: str = "", how: Literal["sum", "mean", "min", "max"] = "sum") -> Plan:
@@ -178,7 +178,7 @@ def total(field: str = "", how: Literal["sum", "mean", "min", "max"] = "sum") ->
     >>> plans.total("n", "mean").steps[0].apply([{"n": 1}, {"n": 2}])
     1.5
     """
-    return Plan((AggregateField(field, how),))
+    return Plan((AggregateFieldStep(field, how),))
 
 
 def top(k: int, by: str = "") -> Plan:
@@ -187,7 +187,7 @@ def top(k: int, by: str = "") -> Plan:
     >>> plans.top(1).steps[0].apply({"ham": 1, "spam": 2})
     {'spam': 2}
     """
-    return Plan((TopItems(k, by),))
+    return Plan((TopItemsStep(k, by),))
 
 
 def distinct(field: str = "") -> Plan:
@@ -196,7 +196,7 @@ def distinct(field: str = "") -> Plan:
     >>> plans.distinct().steps[0].apply(["b", "a", "b"])
     ['a', 'b']
     """
-    return Plan((DistinctValues(field),))
+    return Plan((DistinctValuesStep(field),))
 
 
 def combine(how: Literal["union", "intersection", "difference"]) -> Plan:
@@ -214,7 +214,7 @@ def join(on: str) -> Plan:
     >>> plans.join("id").steps[0].apply(([{"id": 1, "a": 2}], [{"id": 1, "b": 3}]))
     [{'id': 1, 'a': 2, 'b': 3}]
     """
-    return Plan((JoinRecords(on),))
+    return Plan((JoinRecordsStep(on),))
 
 
 def periods(field: str = "", per: Literal["day", "week", "month", "year"] = "day") -> Plan:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.sandbox.base import MappedText
+from ramify.sandbox.base import FileBackedText
 from ramify.sources.convert_to_context import as_context
 from ramify.types.picture import has_pictures
 
@@ -49,7 +49,7 @@ class TextSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-class TextPart(msgspec.Struct, frozen=True):
+class ContextPart(msgspec.Struct, frozen=True):
     """A part of a context, with its text, its location in the context, and its records."""
 
     text: str
@@ -116,7 +116,9 @@ def items_of(context: Any) -> list[tuple[str, str]]:
     texts = named_texts(context)
     if len(texts) != 1 or texts[0][0]:
         return texts
-    rows = [] if isinstance(context, str | MappedText | TextPart) else texts[0][1].splitlines()
+    rows = (
+        [] if isinstance(context, str | FileBackedText | ContextPart) else texts[0][1].splitlines()
+    )
     return [("", row) for row in rows] or texts
 
 
@@ -126,21 +128,21 @@ def named_texts(context: Any) -> list[tuple[str, str]]:
     A single text has an empty name, and values other than texts become lines of JSON. Raises
     ConfigError if the context cannot be read as text.
     """
-    if isinstance(context, TextPart):
+    if isinstance(context, ContextPart):
         return [("", context.text)]
     if context is None:
         raise ConfigError("a plan needs a context: give a text, files, or a list of texts")
-    if isinstance(context, str | MappedText):
+    if isinstance(context, str | FileBackedText):
         return [("", str(context))]
     if has_pictures(context):
         raise ConfigError("a plan needs text, but the context has pictures: leave them out")
-    if isinstance(getattr(context, "context", None), str | dict | list | MappedText):
+    if isinstance(getattr(context, "context", None), str | dict | list | FileBackedText):
         return named_texts(context.context)  # what ``load`` returns
     if not isinstance(context, Mapping | list | tuple):
         context = as_context(context)
     named = context.items() if isinstance(context, Mapping) else enumerate(context)
     pairs = [(str(name), value) for name, value in named]
-    if all(isinstance(value, str | MappedText) for _, value in pairs):
+    if all(isinstance(value, str | FileBackedText) for _, value in pairs):
         return [(name, str(value)) for name, value in pairs]
     try:
         values = context if isinstance(context, list | tuple) else [context]
@@ -153,7 +155,9 @@ def named_texts(context: Any) -> list[tuple[str, str]]:
     return [("", b"\n".join(lines).decode() + "\n")]
 
 
-def split_texts_into_parts(texts: list[tuple[str, str]], rule: ContextSplitRule) -> list[TextPart]:
+def split_texts_into_parts(
+    texts: list[tuple[str, str]], rule: ContextSplitRule
+) -> list[ContextPart]:
     """Cut named texts into parts according to a rule.
 
     Raises ConfigError if a unit, such as a line, exceeds the maximum size and must not be cut.
@@ -168,7 +172,7 @@ def split_texts_into_parts(texts: list[tuple[str, str]], rule: ContextSplitRule)
     return parts.closed
 
 
-def _split_items(texts: list[tuple[str, str]], rule: ContextSplitRule) -> list[TextPart]:
+def _split_items(texts: list[tuple[str, str]], rule: ContextSplitRule) -> list[ContextPart]:
     """Group the texts of a list or dict into parts without cutting any of them.
 
     Each text counts as one record, even if it is blank.
@@ -322,7 +326,7 @@ class _OpenPart:
     """A builder that packs pieces of text into parts, filling one part at a time."""
 
     def __init__(self, rule: ContextSplitRule) -> None:
-        self.closed: list[TextPart] = []
+        self.closed: list[ContextPart] = []
         self.room = 0
         """Number of bytes that still fit into the current part."""
         self.num_records = 0
@@ -373,7 +377,7 @@ class _OpenPart:
             first, last = self._places[0], self._places[-1]
             place = first if first == last else f"{first} to {last}"
             text, spans, records = "".join(self._texts), tuple(self._spans), tuple(self._records)
-            part = TextPart(text, place, spans, self._lead, records, columns=self.columns)
+            part = ContextPart(text, place, spans, self._lead, records, columns=self.columns)
             self.closed.append(part)
         self._reset()
 

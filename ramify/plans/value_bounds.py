@@ -21,14 +21,14 @@ import msgspec
 
 from ramify.clients.base import Request
 from ramify.plans.leaf_questions import BETWEEN_BYTES, Leaf
-from ramify.plans.text_parts import TextPart, num_bytes
+from ramify.plans.text_parts import ContextPart, num_bytes
 from ramify.types.message import Message
 
 MAX_ITEMS = 10**15
 """Cap on the number of items in a list's bounds. Larger numbers are reduced to it."""
 
 
-class ValueSizeBounds(msgspec.Struct, frozen=True):
+class PlanValueBounds(msgspec.Struct, frozen=True):
     """Limits on the size of one value of a plan, known before any model is called.
 
     If the value does not depend on model replies, the value itself is known too.
@@ -49,7 +49,7 @@ class ValueSizeBounds(msgspec.Struct, frozen=True):
     """Maximum size in bytes of all items together."""
     inner: int = 0
     """For a list of lists: maximum total number of inner items."""
-    both: tuple[ValueSizeBounds, ValueSizeBounds] | None = None
+    both: tuple[PlanValueBounds, PlanValueBounds] | None = None
     """For a pair: the bounds of both values."""
 
     @property
@@ -57,7 +57,7 @@ class ValueSizeBounds(msgspec.Struct, frozen=True):
         """Return the maximum size in bytes of the whole value when it is written into a prompt."""
         return self.total_bytes + self.num * BETWEEN_BYTES
 
-    def limit_items(self, num: int) -> ValueSizeBounds:
+    def limit_items(self, num: int) -> PlanValueBounds:
         """Return these bounds for a list cut down to at most ``num`` items.
 
         Which ones it keeps is not known yet.
@@ -70,7 +70,7 @@ class ValueSizeBounds(msgspec.Struct, frozen=True):
         )
 
 
-def known_value_bounds(value: Any) -> ValueSizeBounds:
+def known_value_bounds(value: Any) -> PlanValueBounds:
     """Return the size bounds of a value that is known before the plan calls any model.
 
     They include the value itself.
@@ -79,30 +79,30 @@ def known_value_bounds(value: Any) -> ValueSizeBounds:
     if isinstance(value, tuple):  # of ``both``
         sides = known_value_bounds(value[0]), known_value_bounds(value[1])
         total = sides[0].max_bytes + sides[1].max_bytes
-        return ValueSizeBounds(value, True, 1, True, total, total, both=sides)
+        return PlanValueBounds(value, True, 1, True, total, total, both=sides)
     sizes = [_size(item) for item in items]
     total = sum(sizes) + sum(
-        num_bytes(each.place) + 3 for each in items if isinstance(each, TextPart)
+        num_bytes(each.place) + 3 for each in items if isinstance(each, ContextPart)
     )
     inner = sum(len(item) for item in items if isinstance(item, list))
-    return ValueSizeBounds(value, True, len(items), True, max(sizes, default=0), total, inner)
+    return PlanValueBounds(value, True, len(items), True, max(sizes, default=0), total, inner)
 
 
 def reply_bounds(
     num: int, item_bytes: int, total_bytes: int | None = None, **fields: Any
-) -> ValueSizeBounds:
+) -> PlanValueBounds:
     """Return the size bounds of a value that will be computed from model replies.
 
     It has at most ``num`` items of at most ``item_bytes`` bytes each.
     """
     total = num * item_bytes if total_bytes is None else total_bytes
-    return ValueSizeBounds(
+    return PlanValueBounds(
         num=min(num, MAX_ITEMS), item_bytes=item_bytes, total_bytes=total, **fields
     )
 
 
 def _size(value: Any) -> int:
-    if isinstance(value, TextPart):
+    if isinstance(value, ContextPart):
         return num_bytes(value.text)
     if isinstance(value, str):
         return num_bytes(value)
@@ -211,7 +211,7 @@ class PlannedModelCalls:
         return Request((Message("user", text),), schema=schema).max_input_tokens()
 
     def add_call_per_item(
-        self, name: str, leaf: Leaf, shape: ValueSizeBounds, *, is_preview: bool = False
+        self, name: str, leaf: Leaf, shape: PlanValueBounds, *, is_preview: bool = False
     ) -> None:
         """Add one model call for each item of a list.
 

@@ -2,7 +2,7 @@
 
 Requires the extra ``ray``.
 
-    asker = ramify.ray.Asker("Is this a complaint?", model="openai:gpt-5-mini")
+    asker = ramify.ray.RayDataAsker("Is this a complaint?", model="openai:gpt-5-mini")
     dataset.map_batches(asker, batch_size=500)
 
 These are all the public names (``__all__``). To run a whole map on a cluster, use ``ramify.map(…,

@@ -1,2 +1,2 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
-from ramify.maps.ray_data_stage import Asker as Asker
+from ramify.maps.ray_data_stage import RayDataAsker as RayDataAsker

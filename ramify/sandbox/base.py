@@ -13,8 +13,8 @@ before it is documented.
 A context, the input of a session, is encoded once: sessions are opened with it, a store keeps it by
 its digest, and child runs share it. The encoded form of a large context is an anonymous memory
 file, which the fork server maps; that of a small one is a bytes object, which is sent to the
-session. A file-backed text (``MappedText``) is not copied: the encoded form refers to its file by
-the file's hash, and sessions map the file. Contexts are decoded in ``providers/process.py``; the
+session. A file-backed text (``FileBackedText``) is not copied: the encoded form refers to its file
+by the file's hash, and sessions map the file. Contexts are decoded in ``providers/process.py``; the
 codec is in ``guest/value_encoding.py``.
 """
 
@@ -46,7 +46,7 @@ from ramify.sandbox.file_reference import (
 )
 from ramify.sandbox.guest.dataframes import arrow_table as arrow_table
 from ramify.sandbox.guest.mapped_text import BLOCK_BYTES, TextOffsetIndex
-from ramify.sandbox.guest.mapped_text import MappedText as MappedText
+from ramify.sandbox.guest.mapped_text import FileBackedText as FileBackedText
 from ramify.sandbox.guest.message_frames import (
     has_aligned_buffers,
     pack_value,
@@ -54,11 +54,11 @@ from ramify.sandbox.guest.message_frames import (
     write_all,
 )
 from ramify.sandbox.guest.message_frames import unpack_value as unpack_value
-from ramify.sandbox.guest.tables import Column as Column
-from ramify.sandbox.guest.tables import NumberArray as NumberArray
+from ramify.sandbox.guest.tables import BufferNdArray as BufferNdArray
+from ramify.sandbox.guest.tables import ColumnValues as ColumnValues
 from ramify.sandbox.guest.tables import Table as Table
 from ramify.sandbox.guest.value_encoding import (
-    FileTextReference,
+    FileTextDigest,
     ValueDecoder,
     ValueEncoder,
     ValueEncodingError,
@@ -211,7 +211,7 @@ class SharedContextValue:
 
         Raises LookupError if a referenced text is not in this context.
         """
-        if isinstance(value, FileTextReference):
+        if isinstance(value, FileTextDigest):
             return _mapped_texts(self.value)[value.digest]
         if isinstance(value, list | tuple):
             return type(value)(map(self.resolve_text_references, value))
@@ -273,15 +273,15 @@ def _write_parts(fd: int, parts: list[Any]) -> None:
 
 def mapped_text(
     fd: int, path: str, on_bytes: Callable[[int], object] = lambda num_bytes: None
-) -> MappedText:
-    """Return an open file's text as a ``MappedText``, without loading it into memory.
+) -> FileBackedText:
+    """Return an open file's text as a ``FileBackedText``, without loading it into memory.
 
     ``path`` is the file's path. The file is read once, and ``on_bytes`` is called with the number
     of bytes read so far.
     """
     reference, counts = hash_and_count_text(fd, path, BLOCK_BYTES, on_bytes)
     data = FileReferenceReader(reference, counts.start)
-    return MappedText(
+    return FileBackedText(
         TextOffsetIndex(data, counts.chars_at, counts.lines_at, counts.encoding, reference.digest)
     )
 
@@ -292,21 +292,21 @@ def is_file_backed(value: Any) -> bool:
     A file-backed text is mapped, not loaded into memory.
     """
     if isinstance(value, Mapping):
-        return any(isinstance(item, MappedText) for item in value.values())
-    return isinstance(value, MappedText)
+        return any(isinstance(item, FileBackedText) for item in value.values())
+    return isinstance(value, FileBackedText)
 
 
-def _mapped_texts(value: Any) -> dict[str, MappedText]:
+def _mapped_texts(value: Any) -> dict[str, FileBackedText]:
     """Return the file-backed texts in a context as a dict whose keys are the digests of their
     files."""
-    if isinstance(value, MappedText):
+    if isinstance(value, FileBackedText):
         return {value.file.digest: value}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return {digest: text for item in items for digest, text in _mapped_texts(item).items()}
 
 
 def _load_mapped_texts(value: Any) -> Any:
-    if isinstance(value, MappedText):
+    if isinstance(value, FileBackedText):
         return value.file.decode(value.file.read_bytes(0, value.file.num_bytes))
     if isinstance(value, dict):
         return {key: _load_mapped_texts(item) for key, item in value.items()}
@@ -589,7 +589,7 @@ class Session(Protocol):
         If a cell rebinds such a name, it is restored afterwards.
 
         The module finds these names: ``call_host(name, *args, **kwargs)`` calls the host and raises
-        ``HostError`` (``.kind``, ``.data``); ``namespace`` is the notebook's dict;
+        ``SessionHostCallError`` (``.kind``, ``.data``); ``namespace`` is the notebook's dict;
         ``last_output()`` returns everything that the last cell printed; ``portable(x)`` returns a
         copy of ``x`` as the host would receive it, or raises TypeError. If the module defines
         ``after_cell()``, its return value goes to ``CellResult.note``. If ``namespace_is_live``

@@ -30,7 +30,7 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))
 """The byte values that continue a multi-byte character in UTF-8."""
 
 
-class TextBlockCounts(msgspec.Struct, frozen=True):
+class TextBlockOffsets(msgspec.Struct, frozen=True):
     """A text file's encoding, and counts of the characters and lines before each block.
 
     All are found in one pass over the file.
@@ -119,7 +119,7 @@ def hash_and_count_text(
     path: str,
     block_bytes: int,
     on_bytes: Callable[[int], object] = lambda num_bytes: None,
-) -> tuple[FileReference, TextBlockCounts]:
+) -> tuple[FileReference, TextBlockOffsets]:
     """Hash an open text file and count its characters and line ends, in one pass.
 
     The counts are recorded at the start of each block. ``on_bytes`` is called with the number of
@@ -163,7 +163,7 @@ def hash_and_count_text(
         hashed.result()
     # Use the time from before the pass, so that a write during the pass counts as a change.
     reference = FileReference(os.path.abspath(path), size, before.st_mtime_ns, digest.hexdigest())
-    counts = TextBlockCounts(
+    counts = TextBlockOffsets(
         "utf-8" if is_utf8 else "cp1252",
         start,
         chars_at if is_utf8 and not is_ascii else array("Q"),

@@ -34,15 +34,15 @@ from ramify.engine.run_handle import RunHandle
 from ramify.engine.run_result import Result
 from ramify.http_server.rejections import RequestRejected
 from ramify.progress import ReplyTextDelta, watch_reply_text
-from ramify.serve.client_function_tools import AnswerOrToolCallType
+from ramify.serve.client_function_tools import AnswerOrToolCallSchema
 from ramify.types.event import (
     AnyEvent,
-    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
     NoteAdded,
     ReplyReceived,
+    RequestAttemptFailed,
 )
 from ramify.types.message import escape_surrogates
 
@@ -155,7 +155,7 @@ class AnswerRequest(msgspec.Struct, frozen=True):
     seed: int | None = None
     stops: tuple[str, ...] = ()
     """Stop sequences. The answer ends before the first one that occurs."""
-    offer: AnswerOrToolCallType | None = None
+    offer: AnswerOrToolCallSchema | None = None
     """Answer type for the client functions that the answer may call; None if there are none."""
     with_usage: bool = True
     """True if the last event of a streamed chat completion contains the usage."""
@@ -394,7 +394,7 @@ class RunProgressFormatter:
                     f"call {event.call} ran {cell.seconds:.1f} s: "
                     f"{_to_one_line(end) or '(no output)'}\n"
                 )
-            case AttemptFailed():
+            case RequestAttemptFailed():
                 return f"call {event.call}: a request failed\n"
             case NoteAdded():
                 return (
@@ -437,7 +437,7 @@ def _to_one_line(text: str) -> str:
     return line if len(line) <= _LINE_CHARS else f"{line[: _LINE_CHARS - 1]}…"
 
 
-class RunProgressCollector:
+class ProgressTextCollector:
     """A collector of the progress of one request's run as text for the client.
 
     Pass ``add_event`` to the run as its event listener, then pass the run to ``begin``.

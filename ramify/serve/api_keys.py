@@ -180,7 +180,7 @@ class ApiClientAccount:
         return budget - spent - held
 
 
-class ApiKeys:
+class ServerApiKeys:
     """The API keys of a server and their usage.
 
     The usage is saved to a file if a path is given.
@@ -213,7 +213,7 @@ class ApiKeys:
         self._anyone = ApiClientAccount("", ApiKey(), ApiKeyUsage())
 
     @classmethod
-    def with_generated_key(cls) -> tuple[ApiKeys, str]:
+    def with_generated_key(cls) -> tuple[ServerApiKeys, str]:
         """Create a set that consists of one new API key without limits.
 
         The key is valid until the server stops. Returns the set of keys and the new key.

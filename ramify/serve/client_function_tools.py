@@ -2,7 +2,7 @@
 
 They are the ``tools`` of a request and the ``tool_calls`` of an answer.
 
-    tools ──> AnswerOrToolCallType ──> answer ─┬─ a text, or a value of the response format
+    tools ──> AnswerOrToolCallSchema ──> answer ─┬─ a text, or a value of the response format
                                                └─ {"tool_calls": [{"name": …, "arguments": {…}}]}
 
 This module describes the functions to the model, in words that any model can follow, and checks the
@@ -48,13 +48,13 @@ class RequestedToolCall(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self.arguments).decode()
 
 
-class ToolCallsAsAnswer(msgspec.Struct, frozen=True):
+class ToolCallAnswer(msgspec.Struct, frozen=True):
     """An answer that consists of calls to the client's functions instead of a text."""
 
     tool_calls: tuple[RequestedToolCall, ...]
 
 
-class AnswerOrToolCallType(AnswerSchema, frozen=True):
+class AnswerOrToolCallSchema(AnswerSchema, frozen=True):
     """An answer type that also allows calls to the client's functions instead of an answer.
 
     The answer may be text or a value of the response format.
@@ -123,7 +123,7 @@ def tool_call_answer_type(
     parallel: bool,
     schema: dict[str, Any] | None,
     schema_field: str,
-) -> AnswerOrToolCallType | None:
+) -> AnswerOrToolCallSchema | None:
     """Return an answer type that lets the model call the functions in a client's request.
 
     Returns None if the answer may call none of them.
@@ -161,12 +161,12 @@ def tool_call_answer_type(
     def convert(value: Any) -> Any:
         is_call = isinstance(value, dict) and [*value] == ["tool_calls"]
         if is_call or must_call:
-            return msgspec.convert(calls.convert(value), ToolCallsAsAnswer)
+            return msgspec.convert(calls.convert(value), ToolCallAnswer)
         if of_value is not None:
             return of_value.convert(value)
         return value if isinstance(value, str) else answer_json(value)
 
-    return AnswerOrToolCallType(calls.schema, convert, usable, must_call, of_value)
+    return AnswerOrToolCallSchema(calls.schema, convert, usable, must_call, of_value)
 
 
 def new_call_id() -> str:

@@ -30,7 +30,7 @@ from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_result import why_unanswered
 from ramify.errors import ConfigError, RamifyError
-from ramify.serve.answer_request import RunProgressCollector
+from ramify.serve.answer_request import ProgressTextCollector
 from ramify.sources.load_sources import load
 from ramify.sources.loaded_sources import LoadedContext
 from ramify.types.trajectory import Stop
@@ -128,7 +128,7 @@ async def _answer_question(
     question: str,
     schema: dict[str, Any] | None,
 ) -> CallToolResult:
-    watch = RunProgressCollector()
+    watch = ProgressTextCollector()
     try:
         watch.begin(rlm.start(loaded, question, answer_type=schema, on_event=watch.add_event))
         count = 0

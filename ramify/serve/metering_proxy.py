@@ -35,12 +35,16 @@ from ramify.clients.base import Client, OnPiece, PromptRenderer, ReplyPiece, Req
 from ramify.clients.model_config import Model, bare_name
 from ramify.clients.providers import import_client_modules
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
-from ramify.errors import ConfigError, Refused
-from ramify.evaluate.systems.base import NO_LIMIT, MeteredModelAccess, PerItemBudget
+from ramify.errors import ConfigError, RequestRefusedError
+from ramify.evaluate.systems.base import NO_LIMIT, MeteredModelAccess, TaskItemBudget
 from ramify.http_server.access import AcceptedApiKeys, ListenAddress, digest_of, new_key
 from ramify.http_server.base_server import CALLER, GONE, AiohttpServer, receive_body
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, model_list_response
+from ramify.http_server.model_api_routes import (
+    CallerModelAccess,
+    ModelApiRoutes,
+    model_list_response,
+)
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import RecentResponseStore
 from ramify.secret_redaction import register_secret
@@ -52,7 +56,7 @@ DEFAULT_SEAT = "default"
 _MAX_BODY_BYTES = 256 << 20
 
 
-class OpenModelAccessRequest(msgspec.Struct, forbid_unknown_fields=True):
+class OpenMeterAccountRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a request to open an account with a budget for one caller.
 
     Limits that are not set default to those of the proxy.
@@ -71,7 +75,7 @@ class MeteringProxy:
 
     Example:
         async with MeteringProxy("openai:gpt-5-mini") as meter:
-            async with meter.seat("item-1", PerItemBudget(max_tokens=200_000)) as seat:
+            async with meter.seat("item-1", TaskItemBudget(max_tokens=200_000)) as seat:
                 …    a system asks seat.base_url with seat.key
             print(seat.usage, seat.cost)
     """
@@ -80,7 +84,7 @@ class MeteringProxy:
         self,
         model: str | Model | Client,
         *,
-        budget: PerItemBudget = NO_LIMIT,
+        budget: TaskItemBudget = NO_LIMIT,
         name: str = "",
         address: ListenAddress | None = None,
         key: str | None = None,
@@ -169,7 +173,7 @@ class MeteringProxy:
 
     @asynccontextmanager
     async def open_account(
-        self, name: str, budget: PerItemBudget | None = None
+        self, name: str, budget: TaskItemBudget | None = None
     ) -> AsyncIterator[MeteredModelAccess]:
         """Open an account with a budget for one caller, and close it when the block ends.
 
@@ -184,7 +188,7 @@ class MeteringProxy:
         finally:
             await self._close(seat)
 
-    def _open(self, name: str, budget: PerItemBudget, key: str = "") -> MeteredModelAccess:
+    def _open(self, name: str, budget: TaskItemBudget, key: str = "") -> MeteredModelAccess:
         if name in self.seats:
             raise ConfigError(f"the meter has a seat {name!r:.80} already: give another name")
         self._check_price(budget)
@@ -208,7 +212,7 @@ class MeteringProxy:
         self.seats.pop(seat.name, None)
         self._stored.pop(seat.name, None)
 
-    def _check_price(self, budget: PerItemBudget) -> None:
+    def _check_price(self, budget: TaskItemBudget) -> None:
         if budget.max_cost is not None and self.upstream_client.price is None:
             raise ConfigError(
                 f"max_cost={budget.max_cost:g} cannot be enforced: {self.upstream_client.name} "
@@ -218,10 +222,10 @@ class MeteringProxy:
     # --- requests
 
     @asynccontextmanager
-    async def _admit_request(self, http: web.Request) -> AsyncIterator[ModelForCaller]:
+    async def _admit_request(self, http: web.Request) -> AsyncIterator[CallerModelAccess]:
         seat = self.seats[http[CALLER]]
         with seat.track_request():
-            yield ModelForCaller(MeteredModel(self, seat), self._stored[seat.name])
+            yield CallerModelAccess(MeteredModel(self, seat), self._stored[seat.name])
 
     async def ask(
         self, seat: MeteredModelAccess, asked: Request, on_piece: OnPiece | None = None
@@ -268,12 +272,12 @@ class MeteringProxy:
         self._check_owner(http)
         async with receive_body(http) as body:
             try:
-                wanted = msgspec.json.decode(body, type=OpenModelAccessRequest)
+                wanted = msgspec.json.decode(body, type=OpenMeterAccountRequest)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise RequestRejected(f"not a request for a seat: {error}") from None
         limits = {
             name: value
-            for name in PerItemBudget.__struct_fields__
+            for name in TaskItemBudget.__struct_fields__
             if (value := getattr(wanted, name)) is not None
         }
         seat = self._open(wanted.name, msgspec.structs.replace(self._budget, **limits))
@@ -378,7 +382,7 @@ class MeteredModel:
 
     def num_tokens(self, request: Request) -> int:
         if self._rendering is None:
-            raise Refused("the tokens of this model's prompts cannot be counted here")
+            raise RequestRefusedError("the tokens of this model's prompts cannot be counted here")
         return len(self._rendering.ids(request))
 
     def token_text(self, id: int) -> str:

@@ -41,8 +41,8 @@ from ramify.http_server.base_server import AiohttpServer, receive_body
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.model_api import unmet_reply_requirement_error
 from ramify.http_server.model_api_routes import (
+    CallerModelAccess,
     ModelApiRoutes,
-    ModelForCaller,
     errors_as_rejections,
     model_list_response,
 )
@@ -53,7 +53,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.serve import token_completions
 from ramify.serve.feedback import add_feedback_route
 from ramify.serve.server_metrics import METRICS_TYPE
-from ramify.serve.traffic_recorder import TrafficRecorder
+from ramify.serve.traffic_recorder import ConversationRecorder
 from ramify.serve.weight_routes import WAIT_S, WeightUpdateRoutes, served_policy_info
 from ramify.types.message import Message, Reply
 
@@ -81,7 +81,7 @@ class PolicyServer:
         weight_syncs: Sequence[str] = (),
         weights_root: Path | None = None,
         wait_s: float = WAIT_S,
-        recorder: TrafficRecorder | None = None,
+        recorder: ConversationRecorder | None = None,
         max_replies: int = _MAX_REPLIES,
     ) -> None:
         """Create a server for one policy.
@@ -112,9 +112,9 @@ class PolicyServer:
         self._client = client
         self._in_flight = 0
         self._progress = _RepliesInProgress(max_replies)
-        self._policy = PolicyAnswerer(client, name, self._progress)
+        self._policy = PolicyRequestHandler(client, name, self._progress)
         self._recorder = recorder
-        self._caller = ModelForCaller(
+        self._caller = CallerModelAccess(
             self._policy, RecentResponseStore(), None if recorder is None else self._record
         )
         self._weights: WeightUpdateRoutes | None = None
@@ -196,7 +196,7 @@ class PolicyServer:
             return web.json_response(reply, dumps=_dumps)
 
     @asynccontextmanager
-    async def _admit_request(self, _: web.Request) -> AsyncIterator[ModelForCaller]:
+    async def _admit_request(self, _: web.Request) -> AsyncIterator[CallerModelAccess]:
         """Admit one request, and count it as in progress until the ``with`` block ends.
 
         Raises RequestRejected if the server is overloaded, or if its engine is asleep or has no
@@ -247,7 +247,7 @@ class _RepliesInProgress:
             self._num -= num_replies
 
 
-class PolicyAnswerer:
+class PolicyRequestHandler:
     """Answers API requests with replies sampled from a policy, the served local model.
 
     It remembers the exact token ids of its earlier replies, so that later turns of a conversation

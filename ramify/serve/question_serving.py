@@ -38,9 +38,9 @@ from ramify.errors import (
     RunInUse,
 )
 from ramify.http_server.rejections import RequestRejected
-from ramify.serve.answer_request import AnswerRequest, RunProgressCollector
-from ramify.serve.api_keys import ApiClientAccount, ApiKeys, BudgetHold
-from ramify.serve.client_function_tools import RequestedToolCall, ToolCallsAsAnswer, new_call_id
+from ramify.serve.answer_request import AnswerRequest, ProgressTextCollector
+from ramify.serve.api_keys import ApiClientAccount, BudgetHold, ServerApiKeys
+from ramify.serve.client_function_tools import RequestedToolCall, ToolCallAnswer, new_call_id
 from ramify.serve.conversation_to_question import QuestionAndContext
 from ramify.serve.server_metrics import ServerMetrics
 from ramify.serve.unfinished_runs import UnfinishedRunMarkers
@@ -88,7 +88,7 @@ def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
     if is_words and not result.partial:
         failure = result.failure or ModelError(why_unanswered(result))
         raise failed_run_error(failure, str(failure), result.run_id)
-    called = result.answer if isinstance(result.answer, ToolCallsAsAnswer) else None
+    called = result.answer if isinstance(result.answer, ToolCallAnswer) else None
     shown = result.partial if is_words else result.response
     text, was_cut = (
         _cut_answer(escape_surrogates(shown), request) if called is None else ("", False)
@@ -158,13 +158,13 @@ def _cut_answer(text: str, request: AnswerRequest) -> tuple[str, bool]:
     return text[:most], len(text) > most
 
 
-class ActiveQuestion:
+class ServedQuestion:
     """A question that the server is answering, together with the budget reserved for its run."""
 
     def __init__(self, request: AnswerRequest, hold: BudgetHold) -> None:
         self.request = request
         self.hold = hold
-        self.watch = RunProgressCollector()
+        self.watch = ProgressTextCollector()
         self.paid_tokens = 0
         """Tokens of a continued run that were charged earlier."""
         self.paid_cost = 0.0
@@ -211,14 +211,19 @@ class ActiveQuestions:
     """The questions that a server is answering at the moment, up to a maximum number."""
 
     def __init__(
-        self, rlm: RLM, keys: ApiKeys, metrics: ServerMetrics, max_runs: int, sampling: Sampling
+        self,
+        rlm: RLM,
+        keys: ServerApiKeys,
+        metrics: ServerMetrics,
+        max_runs: int,
+        sampling: Sampling,
     ) -> None:
         self._rlm = rlm
         self._keys = keys
         self._metrics = metrics
         self._max_runs = max_runs
         self._sampling = sampling
-        self._active: set[ActiveQuestion] = set()
+        self._active: set[ServedQuestion] = set()
         self._num_admitted = 0
         self.unfinished = UnfinishedRunMarkers(rlm.store)
         self._idle = asyncio.Event()
@@ -290,7 +295,7 @@ class ActiveQuestions:
     @asynccontextmanager
     async def ask(
         self, caller: ApiClientAccount, request: AnswerRequest, prompt: QuestionAndContext
-    ) -> AsyncIterator[ActiveQuestion]:
+    ) -> AsyncIterator[ServedQuestion]:
         """Start a run that answers an admitted request.
 
         Leaving the block early cancels the run.
@@ -298,7 +303,7 @@ class ActiveQuestions:
         Raises RequestRejected if the server is stopping, or the key's budget is spent.
         """
         self._refuse_if_ending()
-        served = ActiveQuestion(request, self._hold_budget(caller, request))
+        served = ServedQuestion(request, self._hold_budget(caller, request))
         self._active.add(served)
         try:
             self._keys.save_spending()
@@ -319,7 +324,7 @@ class ActiveQuestions:
         return caller.reserve_budget(tighter.apply_to_limits(self._rlm.limits, self._most_cost))
 
     def _start(
-        self, served: ActiveQuestion, caller: ApiClientAccount, prompt: QuestionAndContext
+        self, served: ServedQuestion, caller: ApiClientAccount, prompt: QuestionAndContext
     ) -> None:
         request = served.request
         question = prompt.question + max_length_instruction(request.max_tokens)
@@ -355,7 +360,7 @@ class ActiveQuestions:
         served.watch.begin(running)
 
     def _resume_run(
-        self, served: ActiveQuestion, caller: ApiClientAccount, options: RunOptions
+        self, served: ServedQuestion, caller: ApiClientAccount, options: RunOptions
     ) -> RunHandle:
         run = served.request.ramify.resume
         recorded = self.unfinished.recorded_run(run, caller.name)
@@ -366,7 +371,7 @@ class ActiveQuestions:
         except (ReplayDiverged, RunInUse) as error:
             raise RequestRejected(str(error), status=409, param="ramify.resume") from None
 
-    def _settle(self, served: ActiveQuestion, caller: ApiClientAccount) -> None:
+    def _settle(self, served: ServedQuestion, caller: ApiClientAccount) -> None:
         running = served.watch.running
         if running is None:
             caller.release(served.hold)

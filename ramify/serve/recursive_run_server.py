@@ -38,7 +38,7 @@ from ramify.http_server.machine_capacity import max_runs as runs_of_this_machine
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve import chat_completions, responses_api
 from ramify.serve.answer_request import AnswerRequest
-from ramify.serve.api_keys import ApiKeys
+from ramify.serve.api_keys import ServerApiKeys
 from ramify.serve.chat_completions import ChatStreamEncoder
 from ramify.serve.conversation_to_question import (
     LONG_CHARS,
@@ -46,10 +46,10 @@ from ramify.serve.conversation_to_question import (
     build_question_and_context,
 )
 from ramify.serve.feedback import add_feedback_route
-from ramify.serve.question_serving import ActiveQuestion, ActiveQuestions, ServedAnswer
+from ramify.serve.question_serving import ActiveQuestions, ServedAnswer, ServedQuestion
 from ramify.serve.responses_api import ResponsesStreamEncoder
 from ramify.serve.server_metrics import METRICS_TYPE, ServerMetrics
-from ramify.serve.traffic_recorder import TrafficRecorder
+from ramify.serve.traffic_recorder import ConversationRecorder
 
 PING = b": waiting\n\n"
 """Comment line in an event stream. Clients ignore it, but proxies keep the connection open."""
@@ -97,12 +97,12 @@ class RecursiveRunServer:
         *,
         name: str,
         address: ListenAddress | None = None,
-        keys: ApiKeys | None = None,
+        keys: ServerApiKeys | None = None,
         max_body_bytes: int = 64 << 20,
         max_runs: int | None = None,
         sampling: Sampling | None = None,
         ping_s: float = 15.0,
-        open_recorder: Callable[[Sequence[Client]], TrafficRecorder] | None = None,
+        open_recorder: Callable[[Sequence[Client]], ConversationRecorder] | None = None,
     ) -> None:
         """Create a server whose answers come from the recursive language model ``rlm``.
 
@@ -121,16 +121,16 @@ class RecursiveRunServer:
         self.address = address = address or ListenAddress()
         self.key = ""
         """The key that this server generated; empty if it has other keys or needs none."""
-        self.keys = keys or ApiKeys({})
+        self.keys = keys or ServerApiKeys({})
         if self.keys.bearer_keys is None and address.needs_key:
-            self.keys, self.key = ApiKeys.with_generated_key()
+            self.keys, self.key = ServerApiKeys.with_generated_key()
         self.name = name
         self.metrics = ServerMetrics()
         self._rlm = rlm
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
         self._open_recorder = open_recorder
-        self._recorder: TrafficRecorder | None = None
+        self._recorder: ConversationRecorder | None = None
         self._sampling = sampling or Sampling()
         self._long_chars = LONG_CHARS
         self._questions = ActiveQuestions(
@@ -270,7 +270,7 @@ class RecursiveRunServer:
 
         return handle
 
-    async def _record(self, id: str, question: ActiveQuestion) -> None:
+    async def _record(self, id: str, question: ServedQuestion) -> None:
         """Store the run of an answered question as recorded traffic, unless the client forbids it.
 
         The last part of its answer is sent only afterwards.
@@ -299,7 +299,7 @@ class RecursiveRunServer:
             return await asyncio.to_thread(read, body) if is_large else read(body)
 
     async def _stream_answer(
-        self, http: web.Request, api: ApiFormatModule, question: ActiveQuestion
+        self, http: web.Request, api: ApiFormatModule, question: ServedQuestion
     ) -> web.StreamResponse:
         """Send an answer as a stream of events.
 

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Sampling
-from ramify.errors import Refused
+from ramify.errors import RequestRefusedError
 from ramify.http_server.model_api import decode_request, refuse_unsupported
 from ramify.inference.http.reported_experts import encode_experts_int32, encode_experts_npy
 from ramify.inference.local.generation_request import GenerationState
@@ -109,7 +109,7 @@ _generate_decoder = msgspec.json.Decoder(_Generate)
 async def answer_vllm_completion(client: LocalClient, body: bytes, model: str) -> dict[str, Any]:
     """Answer a completion request in vLLM's format.
 
-    Raises Refused or RequestRejected if the request is invalid.
+    Raises RequestRefusedError or RequestRejected if the request is invalid.
     """
     parsed = decode_request(_prompt_decoder, body, "completion")
     refuse_unsupported(parsed, _NOT_HERE)
@@ -166,7 +166,7 @@ async def answer_vllm_completion(client: LocalClient, body: bytes, model: str) -
 async def answer_sglang_generate(client: LocalClient, body: bytes) -> dict[str, Any]:
     """Answer a completion request in SGLang's format.
 
-    Raises Refused or RequestRejected if the request is invalid.
+    Raises RequestRefusedError or RequestRejected if the request is invalid.
     """
     parsed = decode_request(_generate_decoder, body, "completion")
     refuse_unsupported(parsed, _NOT_IN_GENERATE)
@@ -222,21 +222,21 @@ def _check(client: LocalClient, ids: list[int], sampling: Sampling, stop_ids: li
     vocabulary = client.policy.config.vocab_size
     outside = next((id for id in ids if not 0 <= id < vocabulary), None)
     if outside is not None:
-        raise Refused(
+        raise RequestRefusedError(
             f"token id {outside} is out of vocabulary: this model has {vocabulary} tokens"
         )
     if not ids:
-        raise Refused("the prompt is empty: give at least one id")
+        raise RequestRefusedError("the prompt is empty: give at least one id")
     if sampling.max_tokens < 1:
-        raise Refused(f"max_tokens is {sampling.max_tokens}: give at least 1")
+        raise RequestRefusedError(f"max_tokens is {sampling.max_tokens}: give at least 1")
     if not (sampling.temperature or 0) >= 0 or not 0 < (sampling.top_p or 0) <= 1:
-        raise Refused(
+        raise RequestRefusedError(
             f"temperature={sampling.temperature} must be at least 0, top_p={sampling.top_p} above "
             "0 and at most 1"
         )
     ends = client.policy.renderer.stop_ids
     if set(stop_ids) - set(ends):
-        raise Refused(
+        raise RequestRefusedError(
             f"stop_token_ids={stop_ids} is not supported: this engine ends replies only at "
             f"{list(ends)}"
         )

@@ -65,7 +65,7 @@ from ramify.types.recorded_traffic import (
     TEMPERATURE,
     TokenizerAndArchitecture,
 )
-from ramify.types.trajectory import Call, CallForkOrigin, NewCallReason, Stop, Trajectory, cut
+from ramify.types.trajectory import Call, CallForkOrigin, NewAgentCallReason, Stop, Trajectory, cut
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
@@ -152,7 +152,7 @@ class _RecordedTurn(NamedTuple):
     turn: int
 
 
-class TrafficRecorder:
+class ConversationRecorder:
     """A recorder that stores the conversations of a served policy as runs.
 
     Call its methods from one event loop, and ``close`` at the end. The files are written in a
@@ -569,12 +569,14 @@ def _next_turn(conversation: _Conversation, earlier: _RecordedTurn | None) -> _R
     return _RecordedTurn(conversation, str(len(conversation.num_turns)), 0)
 
 
-def _new_call_reason(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> NewCallReason:
+def _new_call_reason(
+    earlier: _RecordedTurn | None, first: _RecordedTurn | None
+) -> NewAgentCallReason:
     """Return why a reply starts a new call in its recorded run, for example because it is a
     branch."""
     if first is not None:
-        return NewCallReason.SAMPLE
-    return NewCallReason.NEW if earlier is None else NewCallReason.BRANCH
+        return NewAgentCallReason.SAMPLE
+    return NewAgentCallReason.NEW if earlier is None else NewAgentCallReason.BRANCH
 
 
 def _key(ids: Sequence[int]) -> bytes:

@@ -39,17 +39,17 @@ import msgspec
 from aiohttp import web
 
 from ramify import __version__
-from ramify.errors import ConfigError, RamifyError, ServerFailed
+from ramify.errors import ConfigError, RamifyError, ServerStatusError
 from ramify.http_server.base_server import receive_body
 from ramify.http_server.rejections import RequestRejected
 from ramify.inference.base import PROTOCOL, TAGS
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
-    FullWeightsRequiredError,
     Info,
-    WeightPiece,
+    MissingDeltaBaseError,
     WeightReceiver,
+    WeightUpdateTensor,
 )
 
 Body = dict[str, Any]
@@ -113,13 +113,13 @@ class EngineSleepState:
     async def wait(self) -> None:
         """Wait until the engine is awake and has all its weights.
 
-        Raises ServerFailed if that takes longer than ``wait_s`` seconds.
+        Raises ServerStatusError if that takes longer than ``wait_s`` seconds.
         """
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._ready.wait()
         except TimeoutError:
-            raise ServerFailed(
+            raise ServerStatusError(
                 f"the engine did not become ready within {self._wait_s:g} s: "
                 f"{self.unavailable_reason() or 'a weight update has only just completed'}"
             ) from None
@@ -339,7 +339,7 @@ class WeightUpdateRoutes:
 
     async def _start(self, _: web.Request, __: Body) -> Body:
         if self._receiver is None:
-            raise FullWeightsRequiredError(
+            raise MissingDeltaBaseError(
                 "init_weight_transfer_engine must come before an update: was this engine restarted?"
             )
         self._check_awake()
@@ -369,11 +369,11 @@ class WeightUpdateRoutes:
         return {"message": "Weights updated"}
 
     async def _receive_weights(
-        self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None
+        self, pieces: Callable[[], Iterator[WeightUpdateTensor]], version: int | None = None
     ) -> None:
         try:
             await self._client.receive_weights(pieces, version)
-        except FullWeightsRequiredError:  # no weight of this chunk was changed
+        except MissingDeltaBaseError:  # no weight of this chunk was changed
             self.broken = self.broken or (
                 f"an update was interrupted: {_NOT_WHOLE}" if self._num_chunks else ""
             )
@@ -394,7 +394,7 @@ class WeightUpdateRoutes:
 
     def _complete_update(self, receiver: WeightReceiver, version: object) -> None:
         if self._client.missing:
-            raise FullWeightsRequiredError(self.sleep.unavailable_reason())
+            raise MissingDeltaBaseError(self.sleep.unavailable_reason())
         receiver.finished(str(version))
         self._end()
 
@@ -422,7 +422,7 @@ class WeightUpdateRoutes:
         self._is_updating, self._num_chunks = True, 0
         version = self._version_number(body.get("weight_version"))
         await self._receive_weights(
-            lambda: (WeightPiece(name, tensor) for name, tensor in tensors.items()), version
+            lambda: (WeightUpdateTensor(name, tensor) for name, tensor in tensors.items()), version
         )
         self._end()
         return {"success": True, "message": "Succeeded to update model weights."}
@@ -485,7 +485,7 @@ def _make_handler(
             if not isinstance(body, dict):
                 raise ValueError("the body is not a JSON object")
             return web.json_response(await act(http, body))
-        except FullWeightsRequiredError as error:
+        except MissingDeltaBaseError as error:
             raise RequestRejected(str(error), status=409, code="stale_base") from None
         except KeyError as error:
             raise RequestRejected(f"{http.path}: the body has no {error}") from None

@@ -23,7 +23,7 @@ from typing import Any
 
 from ramify.secret_redaction import redact_likely_secrets
 from ramify.sources.loaded_sources import UnreadableSourceError, missing_library_advice
-from ramify.sources.url_recognition import ListedFile, RemoteFileInfo, redact_url_for_display
+from ramify.sources.url_recognition import RemoteFileEntry, RemoteFileInfo, redact_url_for_display
 
 _CONNECT_S, _REQUEST_S, _TRIES = 10, 30, 3
 _BLOCK_BYTES = 1 << 20
@@ -52,7 +52,7 @@ class OpenBucketFile:
             self._stream.close()
 
 
-def list_bucket(url: str) -> list[ListedFile]:
+def list_bucket(url: str) -> list[RemoteFileEntry]:
     """Return the files that a URL names.
 
     The URL may contain a wildcard pattern. Raises UnreadableSourceError if the bucket cannot be
@@ -66,7 +66,7 @@ def list_bucket(url: str) -> list[ListedFile]:
 
         found = files.get_file_info(path) if path.strip("/") else None
         if found is not None and found.type == pafs.FileType.File and not path.endswith("/"):
-            return [ListedFile(url, path.rpartition("/")[2], found.size, _version(found))]
+            return [RemoteFileEntry(url, path.rpartition("/")[2], found.size, _version(found))]
         first = re.search(r"[*?\[]", path)
         base = path[: first.start()].rpartition("/")[0] if first else path.rstrip("/")
         infos = files.get_file_info(pafs.FileSelector(base, recursive=True))
@@ -74,7 +74,7 @@ def list_bucket(url: str) -> list[ListedFile]:
         scheme, _, place = url.partition("://")
         bucket = place.partition("/")[0]
         listed = [
-            ListedFile(
+            RemoteFileEntry(
                 f"{scheme}://{bucket}/{info.path.partition('/')[2]}",
                 info.path[len(base) :].lstrip("/"),
                 info.size,

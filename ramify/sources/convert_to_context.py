@@ -2,7 +2,7 @@
 that a context can hold.
 
     pandas, polars, pyarrow, datasets, __arrow_c_stream__   Table, over the same buffers if possible
-    numpy.ndarray                                           NumberArray, over the same buffer
+    numpy.ndarray                                           BufferNdArray, over the same buffer
     dataclass, pydantic and msgspec and attrs models        dict of their fields
     a path, several paths, a binary file                    what ``load`` reads
     a file that was opened as text                          its text
@@ -28,10 +28,10 @@ import msgspec
 
 from ramify.errors import ConfigError, SourceError
 from ramify.pip_install_command import install_command
-from ramify.sandbox.base import Column, MappedText, NumberArray, Table
+from ramify.sandbox.base import BufferNdArray, ColumnValues, FileBackedText, Table
 
 _LEAVES = {
-    *(str, bytes, int, float, bool, complex, type(None), Table, NumberArray, MappedText),
+    *(str, bytes, int, float, bool, complex, type(None), Table, BufferNdArray, FileBackedText),
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta),
 }
 _LISTS = {list, tuple, set, frozenset}
@@ -234,7 +234,7 @@ def _of_pandas(value: Any, pandas: Any) -> Any:
     return Table(found, len(value))
 
 
-def _pandas_column(series: Any, name: str) -> Column:
+def _pandas_column(series: Any, name: str) -> ColumnValues:
     pandas = sys.modules["pandas"]
     if isinstance(series.dtype, pandas.SparseDtype):
         series = series.sparse.to_dense()
@@ -253,14 +253,14 @@ def _pandas_column(series: Any, name: str) -> Column:
     return column_from_arrow(array, name)
 
 
-def _number_column(values: Any) -> Column:
+def _number_column(values: Any) -> ColumnValues:
     """Return a column that shares the memory of a numpy array.
 
     The array is copied only if its values are not contiguous.
     """
     kept = _to_contiguous(values)
     name = str(kept.dtype)
-    return Column("number", name, len(kept), _NUMBERS[name], [None, _bytes_of(kept)])
+    return ColumnValues("number", name, len(kept), _NUMBERS[name], [None, _bytes_of(kept)])
 
 
 def _to_contiguous(values: Any) -> Any:
@@ -327,7 +327,7 @@ def _of_numpy(value: Any, numpy: Any) -> Any:
     if is_number and value.ndim and not isinstance(value, numpy.ma.MaskedArray):
         kept = _to_contiguous(value)
         char = "?" if kind == "b" else _NUMBERS[str(kept.dtype)]
-        return NumberArray(str(kept.dtype), char, kept.shape, _bytes_of(kept))
+        return BufferNdArray(str(kept.dtype), char, kept.shape, _bytes_of(kept))
     if kind in "mM":
         value = value.astype(f"{kind}8[us]")
     return _to_plain_value(value.tolist())
@@ -370,7 +370,7 @@ def table_from_arrow(table: Any) -> Table:
     return Table(columns, table.num_rows)
 
 
-def column_from_arrow(array: Any, name: str) -> Column:
+def column_from_arrow(array: Any, name: str) -> ColumnValues:
     """Convert a pyarrow array to a column that shares its memory.
 
     Raises ConfigError, with the name of the column, if the array's type is not supported.
@@ -394,49 +394,49 @@ def column_from_arrow(array: Any, name: str) -> Column:
     shown, length = _ARROW_NAMES.get(str(type_), str(type_)), len(array)
     if types.is_dictionary(type_):
         parts = [column_from_arrow(array.indices, name), column_from_arrow(array.dictionary, name)]
-        return Column("coded", parts[1].type, length, None, [None], parts)
+        return ColumnValues("coded", parts[1].type, length, None, [None], parts)
     if types.is_null(type_):
-        return Column("null", shown, length, None, [None])
+        return ColumnValues("null", shown, length, None, [None])
     buffers = [_view(buffer) for buffer in array.buffers()]
     if shown in _NUMBERS:
-        return Column("number", shown, length, _NUMBERS[shown], buffers, start=array.offset)
+        return ColumnValues("number", shown, length, _NUMBERS[shown], buffers, start=array.offset)
     if types.is_boolean(type_):
-        return Column("bool", shown, length, None, buffers)
+        return ColumnValues("bool", shown, length, None, buffers)
     if types.is_string(type_) or types.is_large_string(type_):
         char = "q" if types.is_large_string(type_) else "i"
-        return Column("text", "text", length, char, buffers)
+        return ColumnValues("text", "text", length, char, buffers)
     if types.is_binary(type_) or types.is_large_binary(type_):
         char = "q" if types.is_large_binary(type_) else "i"
-        return Column("bytes", "bytes", length, char, buffers)
+        return ColumnValues("bytes", "bytes", length, char, buffers)
     if types.is_date32(type_):
-        return Column("date", "date", length, "i", buffers)
+        return ColumnValues("date", "date", length, "i", buffers)
     if types.is_timestamp(type_):
         info = [type_.unit, type_.tz or ""]
-        return Column("timestamp", shown, length, info, buffers)
+        return ColumnValues("timestamp", shown, length, info, buffers)
     if types.is_time(type_) or types.is_duration(type_):
         kind = "time" if types.is_time(type_) else "duration"
-        return Column(kind, shown, length, type_.unit, buffers)
+        return ColumnValues(kind, shown, length, type_.unit, buffers)
     if types.is_decimal(type_):
         info = [type_.bit_width // 8, type_.scale, type_.precision]
-        return Column("decimal", shown, length, info, buffers)
+        return ColumnValues("decimal", shown, length, info, buffers)
     if types.is_list(type_) or types.is_large_list(type_):
         char = "q" if types.is_large_list(type_) else "i"
         child = column_from_arrow(array.values, name)
-        return Column("list", f"list of {child.type}", length, char, buffers[:2], [child])
+        return ColumnValues("list", f"list of {child.type}", length, char, buffers[:2], [child])
     if types.is_fixed_size_list(type_):
         child = column_from_arrow(array.values, name)
         size, shown = type_.list_size, f"list of {type_.list_size} {child.type}"
-        return Column("fixed", shown, length, size, buffers[:1], [child])
+        return ColumnValues("fixed", shown, length, size, buffers[:1], [child])
     if types.is_map(type_):
         pair = [column_from_arrow(array.keys, name), column_from_arrow(array.items, name)]
-        child = Column("struct", "pair", len(pair[0]), ["key", "value"], [None], pair)
-        return Column("map", shown, length, "i", buffers[:2], [child])
+        child = ColumnValues("struct", "pair", len(pair[0]), ["key", "value"], [None], pair)
+        return ColumnValues("map", shown, length, "i", buffers[:2], [child])
     if types.is_struct(type_):
         fields = [type_.field(number).name for number in range(type_.num_fields)]
         children = [
             column_from_arrow(array.field(number), name) for number in range(type_.num_fields)
         ]
-        return Column("struct", shown, length, fields, buffers[:1], children)
+        return ColumnValues("struct", shown, length, fields, buffers[:1], children)
     raise ConfigError(
         f"the context: column {name!r} has the type {shown}, which no session can hold: convert it "
         "to text or numbers first"

@@ -33,7 +33,7 @@ from ramify.sources.loaded_sources import SourceCollector, UnreadableSourceError
 from ramify.sources.query_process import (
     QUERY_S,
     BoundedRowCollector,
-    QueryProcessPool,
+    RequestProcessPool,
     encode_outcome,
     to_session_value,
 )
@@ -53,7 +53,7 @@ class DatabaseQueryRequest(msgspec.Struct, frozen=True):
     limit_s: float = QUERY_S
 
 
-_processes = QueryProcessPool(f"{__name__}:serve", is_bare=True)
+_processes = RequestProcessPool(f"{__name__}:serve", is_bare=True)
 
 
 def add_database_description(url: str, loading: SourceCollector) -> None:

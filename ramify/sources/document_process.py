@@ -68,7 +68,7 @@ class ConvertedDocument(msgspec.Struct, frozen=True):
 Converter = Callable[[bytes], ConvertedDocument]
 
 
-class ConversionRequest(msgspec.Struct, frozen=True):
+class DocumentConversionRequest(msgspec.Struct, frozen=True):
     """A request to convert a document.
 
     A request that comes without a document makes the process import the converter in advance.
@@ -79,7 +79,7 @@ class ConversionRequest(msgspec.Struct, frozen=True):
     """Limit on the total size of the text and the members, in bytes."""
 
 
-class ConversionAnswer(msgspec.Struct, frozen=True):
+class DocumentConversionResult(msgspec.Struct, frozen=True):
     """The result of a conversion: the converted document, or the reason why it cannot be read."""
 
     document: ConvertedDocument | None = None
@@ -103,8 +103,11 @@ def convert_document(
     """
     try:
         with _processes.lend_process() as process:
-            ask(process, [encode(ConversionRequest(kind))], _START_S)
-            request = [encode(ConversionRequest(kind, max(0, loading.remaining_bytes))), file.data]
+            ask(process, [encode(DocumentConversionRequest(kind))], _START_S)
+            request = [
+                encode(DocumentConversionRequest(kind, max(0, loading.remaining_bytes))),
+                file.data,
+            ]
             (answered,) = ask(process, request, loading.max_file_s)
     except TimeoutError:
         raise UnreadableSourceError(
@@ -116,7 +119,7 @@ def convert_document(
             f"is {what} that crashes its reader (memory limit: {MEMORY_BYTES >> 30} GB)",
             "convert it to text first",
         ) from None
-    answer: ConversionAnswer = decode(answered, ConversionAnswer)
+    answer: DocumentConversionResult = decode(answered, DocumentConversionResult)
     if answer.document is None:
         reason = answer.reason or f"is {what} that cannot be read"
         raise UnreadableSourceError(reason, answer.remedy)
@@ -143,7 +146,7 @@ def serve() -> None:
 
 
 def _answer(request: list[bytes]) -> list[bytes]:
-    asked: ConversionRequest = decode(request[0], ConversionRequest)
+    asked: DocumentConversionRequest = decode(request[0], DocumentConversionRequest)
     converter: Converter = pkgutil.resolve_name(CONVERTERS[asked.kind])
     if len(request) == 1:
         return [b""]
@@ -156,11 +159,13 @@ def _answer(request: list[bytes]) -> list[bytes]:
                 f"has {size / 1e6:,.0f} MB of text, more than is left of the limit",
                 "name fewer files",
             )
-        return [encode(ConversionAnswer(document))]
+        return [encode(DocumentConversionResult(document))]
     except MemoryError:
         raise
     except UnreadableSourceError as error:
-        return [encode(ConversionAnswer(reason=error.reason, remedy=error.remedy))]
+        return [encode(DocumentConversionResult(reason=error.reason, remedy=error.remedy))]
     except Exception as error:  # noqa: BLE001 -- a damaged document raises anything
         why = " ".join(str(error).split())[:200]
-        return [encode(ConversionAnswer(remedy=f"{type(error).__name__}: {why}".rstrip(": ")))]
+        return [
+            encode(DocumentConversionResult(remedy=f"{type(error).__name__}: {why}".rstrip(": ")))
+        ]

@@ -1,6 +1,6 @@
 """Run SQL queries over tables in files with DuckDB, in a separate process.
 
-    TableQueryRequest(tables, query) ──> one DuckDB in memory per set of tables ──> rows
+    TableSqlRequest(tables, query) ──> one DuckDB in memory per set of tables ──> rows
       csv, jsonl, parquet    a view over the file
       duckdb                 its file, attached read-only
       arrow                  read by pyarrow, without a copy
@@ -41,7 +41,7 @@ from ramify.format_quantities import pluralize
 from ramify.sources.query_process import (
     QUERY_S,
     BoundedRowCollector,
-    QueryProcessPool,
+    RequestProcessPool,
     encode_outcome,
     to_session_value,
 )
@@ -61,7 +61,7 @@ larger file, only the first rows are read."""
 NUM_SAMPLES = 3
 
 
-class TableQueryRequest(msgspec.Struct, frozen=True):
+class TableSqlRequest(msgspec.Struct, frozen=True):
     """A query over tables, as sent to the process that runs it.
 
     Without a query, the process describes the tables instead.
@@ -75,7 +75,7 @@ class TableQueryRequest(msgspec.Struct, frozen=True):
     """Limit on the text of all sheets in bytes, if tables are described."""
 
 
-_processes = QueryProcessPool(f"{__name__}:serve", is_bare=True)
+_processes = RequestProcessPool(f"{__name__}:serve", is_bare=True)
 
 
 def query_tables(
@@ -90,7 +90,7 @@ def query_tables(
     the query.
     """
     given = dict(params) if isinstance(params, Mapping) else list(params)
-    asked = TableQueryRequest(list(tables), query, given, limit_s)
+    asked = TableSqlRequest(list(tables), query, given, limit_s)
     return [tuple(row) for row in _processes.ask(asked, limit_s)]
 
 
@@ -102,7 +102,7 @@ def describe_tables(
     If a file can hold several tables and ``member`` is not given, all are described. Raises
     ValueError or TimeoutError if the file cannot be read.
     """
-    asked = TableQueryRequest(list(tables), limit_s=limit_s, max_text_bytes=max_text_bytes)
+    asked = TableSqlRequest(list(tables), limit_s=limit_s, max_text_bytes=max_text_bytes)
     return msgspec.convert(_processes.ask(asked, limit_s), list[TableInfo])
 
 
@@ -123,13 +123,13 @@ def serve() -> None:
     kept: dict[str, _Tables] = {}
 
     def answer(request: list[bytes]) -> list[bytes]:
-        asked: TableQueryRequest = decode(request[0], TableQueryRequest)
+        asked: TableSqlRequest = decode(request[0], TableSqlRequest)
         return encode_outcome(lambda: _answer_by_name(asked, kept))
 
     answer_requests(answer)
 
 
-def _answer_by_name(asked: TableQueryRequest, kept: dict[str, _Tables]) -> Any:
+def _answer_by_name(asked: TableSqlRequest, kept: dict[str, _Tables]) -> Any:
     """Answer a query about tables, and name files without their folders in errors.
 
     Errors contain file names instead of host paths, because models read them.
@@ -145,7 +145,7 @@ def _answer_by_name(asked: TableQueryRequest, kept: dict[str, _Tables]) -> Any:
         raise next(kind for kind in kinds if isinstance(error, kind))(said) from None
 
 
-def _answer(asked: TableQueryRequest, kept: dict[str, _Tables]) -> Any:
+def _answer(asked: TableSqlRequest, kept: dict[str, _Tables]) -> Any:
     key = repr(asked.tables)
     if not asked.query or key not in kept:
         for each in kept.values():

@@ -3,7 +3,7 @@
 This module contains the code of that process and the host's handle of it.
 
     FetchProcess                                the process
-    list_files("s3://bucket/logs/")         ──> [ListedFile, …]
+    list_files("s3://bucket/logs/")         ──> [RemoteFileEntry, …]
     open_file(url, version)                 ──> RemoteFileInfo
     read(url)  read(url)  …                 ──> the next bytes, and b"" at the end
     close_file(url)
@@ -28,7 +28,7 @@ from ramify.actors.child_process import kill_and_reap
 from ramify.actors.helper_process import answer_requests, ask, start_python_process
 from ramify.actors.message_encoding import decode, encode
 from ramify.sources.loaded_sources import UnreadableSourceError
-from ramify.sources.url_recognition import ListedFile, RemoteFileInfo, is_web
+from ramify.sources.url_recognition import RemoteFileEntry, RemoteFileInfo, is_web
 
 if TYPE_CHECKING:
     from ramify.http_client.http_transport import HttpConnectionPool
@@ -64,7 +64,7 @@ class FetchAnswer(msgspec.Struct, frozen=True):
     If the request failed, ``reason`` is not empty.
     """
 
-    files: list[ListedFile] = []
+    files: list[RemoteFileEntry] = []
     head: RemoteFileInfo | None = None
     data: bytes = b""
     reason: str = ""
@@ -91,7 +91,7 @@ class FetchProcess:
     ) -> None:
         self._end()
 
-    def list_files(self, url: str) -> list[ListedFile]:
+    def list_files(self, url: str) -> list[RemoteFileEntry]:
         return self._ask("list", url, limit_s=max(LIST_S, self._answer_s)).files
 
     def open_file(self, url: str, version: str = "") -> RemoteFileInfo:

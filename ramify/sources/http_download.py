@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 from ramify.errors import ConfigError, ModelError, Unreachable
-from ramify.http_client.http_transport import HttpConnectionPool, HttpExchange, route_to
+from ramify.http_client.http_transport import HttpConnectionPool, LiveHttpExchange, route_to
 from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.sources.loaded_sources import UnreadableSourceError
 from ramify.sources.url_recognition import RemoteFileInfo, is_web, redact_url_for_display
@@ -100,7 +100,7 @@ class OpenDownload:
     ``head`` describes the file: its size, type and version.
     """
 
-    def __init__(self, exchange: HttpExchange, head: RemoteFileInfo) -> None:
+    def __init__(self, exchange: LiveHttpExchange, head: RemoteFileInfo) -> None:
         self._exchange = exchange
         self.head = head
 
@@ -183,7 +183,7 @@ _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity"}
 
 async def _open_exchange(
     pool: HttpConnectionPool, url: str, headers: Mapping[str, str], allow_private: bool
-) -> HttpExchange:
+) -> LiveHttpExchange:
     host = urlsplit(url).hostname or ""
     try:
         route = route_to(url, headers, "GET")
@@ -259,7 +259,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
     return parts.scheme, parts.hostname, parts.port
 
 
-def _file_info(exchange: HttpExchange, url: str) -> RemoteFileInfo:
+def _file_info(exchange: LiveHttpExchange, url: str) -> RemoteFileInfo:
     headers = exchange.headers
     is_packed = headers.get("content-encoding", "identity").lower() not in ("", "identity")
     length = headers.get("content-length", "")

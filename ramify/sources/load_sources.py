@@ -5,8 +5,8 @@ PDFs and URLs.
     several, a folder, a zip …   a dict from name to text, sorted by name
 
 A path that does not exist raises SourceError with advice, before anything is read. A source that
-cannot be read becomes a ``SourceProblem`` if there are others, and raises SourceError if it is the
-only one. The kinds of files and their readers are defined in ``file_kinds.py``.
+cannot be read becomes a ``UnreadableSource`` if there are others, and raises SourceError if it is
+the only one. The kinds of files and their readers are defined in ``file_kinds.py``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ramify.sources.file_kinds import InputFile, read_file, read_regular
 from ramify.sources.loaded_sources import (
     MAX_FILE_S,
     LoadedContext,
-    LoadedSourceItem,
+    LoadedSourceInfo,
     SourceCollector,
-    SourceProblem,
+    UnreadableSource,
     UnreadableSourceError,
     listing,
 )
@@ -45,7 +45,7 @@ from ramify.sources.url_recognition import (
     reloadable_redacted_url,
 )
 
-__all__ = ["LoadedContext", "LoadedSourceItem", "SourceProblem", "load"]
+__all__ = ["LoadedContext", "LoadedSourceInfo", "UnreadableSource", "load"]
 
 MAX_BYTES = 1 << 30
 """Default limit in bytes on everything that is read into memory or unpacked."""
@@ -75,8 +75,8 @@ def load(
 
     At most ``max_bytes`` are read (default: 1 GiB in memory, and any number in file-backed texts).
     If the texts together are larger than ``mapped_bytes``, they are not loaded into memory but
-    file-backed, as ``MappedText``. ``max_file_s`` is the time limit for parsing one document, in
-    seconds. If ``strict``, one of several files that cannot be read is an error, too.
+    file-backed, as ``FileBackedText``. ``max_file_s`` is the time limit for parsing one document,
+    in seconds. If ``strict``, one of several files that cannot be read is an error, too.
     ``allow_private`` lets web addresses lead to private ones, such as those of this machine.
     """
     names = _path_names(paths)

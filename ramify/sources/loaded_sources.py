@@ -4,8 +4,8 @@
                                (file_kinds.py)                          texts, items, problems
 
 A reader raises ``UnreadableSourceError`` for a file that it cannot read. If other files are loaded
-too, the error becomes a ``SourceProblem``, so that no file is skipped silently. If the file is the
-only source, the load fails.
+too, the error becomes a ``UnreadableSource``, so that no file is skipped silently. If the file is
+the only source, the load fails.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ramify.errors import SourceError
 from ramify.format_quantities import pluralize
 from ramify.pip_install_command import install_command
 from ramify.progress import ProgressReporter
-from ramify.sandbox.base import MappedText
-from ramify.sources.queryable_tables import SourceTable
+from ramify.sandbox.base import FileBackedText
+from ramify.sources.queryable_tables import LoadedTable
 from ramify.terminal_sanitizer import replace_unprintable
 from ramify.types.picture import Picture, picture_reference_digest
 
@@ -83,7 +83,7 @@ class DocumentPartLocation(msgspec.Struct, frozen=True):
     """
 
 
-class LoadedSourceItem(msgspec.Struct, frozen=True):
+class LoadedSourceInfo(msgspec.Struct, frozen=True):
     """A text that was loaded from a source, with its kind, size and origin."""
 
     name: str
@@ -108,7 +108,7 @@ class LoadedSourceItem(msgspec.Struct, frozen=True):
     """Pages, slides, sheets or headings of a document, by line."""
 
 
-class SourceProblem(msgspec.Struct, frozen=True):
+class UnreadableSource(msgspec.Struct, frozen=True):
     """A file that was found but could not be read, with the reason."""
 
     name: str
@@ -118,13 +118,13 @@ class SourceProblem(msgspec.Struct, frozen=True):
         return f"{self.name} {self.reason}"
 
 
-class RecordedSources(msgspec.Struct, frozen=True):
+class LoadedSourcesRecord(msgspec.Struct, frozen=True):
     """The sources that a load read or skipped, as recorded with a run."""
 
-    items: list[LoadedSourceItem] = []
+    items: list[LoadedSourceInfo] = []
     """The first ``MAX_RECORDED`` loaded sources, without the ``places`` of each."""
     num_items: int = 0
-    problems: list[SourceProblem] = []
+    problems: list[UnreadableSource] = []
     """The first ``MAX_RECORDED`` files that could not be read."""
     num_problems: int = 0
     left_out: dict[str, list[str]] = {}
@@ -141,14 +141,14 @@ class LoadedContext(msgspec.Struct, frozen=True):
     It also describes each item, the files that could not be read, and those that were skipped.
     """
 
-    context: str | MappedText | dict[str, Any]
+    context: str | FileBackedText | dict[str, Any]
     """The text of a single file, the value that represents a single picture, or a dict of several
     such values.
 
-    The dict is sorted by name. A large text is a file-backed ``MappedText``.
+    The dict is sorted by name. A large text is a file-backed ``FileBackedText``.
     """
-    items: list[LoadedSourceItem]
-    problems: list[SourceProblem]
+    items: list[LoadedSourceInfo]
+    problems: list[UnreadableSource]
     left_out: dict[str, list[str]]
     """Reason for skipping files -> names of the skipped files, such as ignored or hidden files or
     links in a folder."""
@@ -231,9 +231,9 @@ class LoadedContext(msgspec.Struct, frozen=True):
 
     def to_record(self) -> dict[str, Any]:
         """Return the loaded and skipped sources as a dict with the fields of
-        ``RecordedSources``."""
+        ``LoadedSourcesRecord``."""
         plain: dict[str, Any] = msgspec.to_builtins(
-            RecordedSources(
+            LoadedSourcesRecord(
                 self.items[:MAX_RECORDED],
                 len(self.items),
                 self.problems[:MAX_RECORDED],
@@ -339,13 +339,13 @@ class SourceCollector:
         self._counts_mapped = counts_mapped
         self._mapped = 0
         self._work = work
-        self.texts: dict[str, str | MappedText] = {}
+        self.texts: dict[str, str | FileBackedText] = {}
         self.picture_values: dict[str, dict[str, Any]] = {}
         """Name of each picture -> its value in the context."""
         self.pictures: dict[str, bytes | Path] = {}
         """Digest of each picture -> its bytes or its file."""
-        self.items: list[LoadedSourceItem] = []
-        self.problems: list[SourceProblem] = []
+        self.items: list[LoadedSourceInfo] = []
+        self.problems: list[UnreadableSource] = []
         self.left_out: dict[str, list[str]] = {}
         self.databases: dict[str, Path] = {}
         """SQLite files, by name."""
@@ -355,7 +355,7 @@ class SourceCollector:
         """True if part of the context is available only through a tool."""
         self.pdfs: dict[str, Any] = {}
         """Name of each PDF -> object that renders its pages (see ``RenderablePdf``)."""
-        self.tables: list[SourceTable] = []
+        self.tables: list[LoadedTable] = []
         self.kept_tables: Any = None
         """Temporary folder for tables that came without a separate file (see
         ``session_tables.TemporaryTableFolder``)."""
@@ -444,7 +444,7 @@ class SourceCollector:
     def add(
         self,
         name: str,
-        text: str | MappedText,
+        text: str | FileBackedText,
         kind: str,
         num_bytes: int,
         detail: str = "",
@@ -454,9 +454,9 @@ class SourceCollector:
         taken."""
         unique = self._unique_name(name)
         self.texts[unique] = text
-        in_file = isinstance(text, MappedText)
+        in_file = isinstance(text, FileBackedText)
         self.items.append(
-            LoadedSourceItem(unique, kind, len(text), num_bytes, detail, in_file, tuple(places))
+            LoadedSourceInfo(unique, kind, len(text), num_bytes, detail, in_file, tuple(places))
         )
 
     def add_picture(
@@ -470,7 +470,7 @@ class SourceCollector:
         unique = self._unique_name(name)
         self.picture_values[unique] = picture.as_reference()
         self.pictures.setdefault(picture.digest, source)
-        self.items.append(LoadedSourceItem(unique, "picture", 0, num_bytes, detail))
+        self.items.append(LoadedSourceInfo(unique, "picture", 0, num_bytes, detail))
 
     def _unique_name(self, name: str) -> str:
         number, unique = 2, name
@@ -487,7 +487,7 @@ class SourceCollector:
             raise SourceError(
                 replace_unprintable(f"{name} {reason}; to load the other files, remove --strict")
             )
-        self.problems.append(SourceProblem(name, reason))
+        self.problems.append(UnreadableSource(name, reason))
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out.setdefault(reason, []).append(name)
@@ -518,7 +518,7 @@ def _with_command(reason: str) -> str:
     return f"{reason} ({install_command('inputs')})" if reason == NO_DUCKDB else reason
 
 
-def _by_suffix(items: Sequence[LoadedSourceItem | SourceProblem]) -> str:
+def _by_suffix(items: Sequence[LoadedSourceInfo | UnreadableSource]) -> str:
     """Return how many files have each suffix, as in ``1,204 .py, 30 .txt, 2 other``."""
     names = [item.name.rpartition("/")[2].rpartition(".") for item in items]
     counts = Counter(f".{suffix}" if stem else "other" for stem, _, suffix in names)

@@ -1,6 +1,6 @@
 """Decides which texts are too large for memory, and adds them to a context as mapped files.
 
-    file of a text kind, large ──one pass──> MappedText (characters and lines counted, hash)
+    file of a text kind, large ──one pass──> FileBackedText (characters and lines counted, hash)
     smaller, or of another kind ───────────> its reader (file_kinds.py)
 
 A file is large if its size is at least ``mapped_bytes``. Once the texts in memory reach that size
@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.format_quantities import pluralize
-from ramify.sandbox.base import MappedText, mapped_text
+from ramify.sandbox.base import FileBackedText, mapped_text
 from ramify.sources.file_kinds import HEAD_BYTES, bom_encoding, describe, is_binary, kind_of
 from ramify.sources.loaded_sources import NOT_UTF8, SourceCollector, UnreadableSourceError
 
@@ -79,7 +79,7 @@ def is_large(num_bytes: int, loading: SourceCollector) -> bool:
     return num_bytes >= min(TINY_BYTES, limit)
 
 
-def _describe_mapped(name: str, text: MappedText) -> tuple[str, str]:
+def _describe_mapped(name: str, text: FileBackedText) -> tuple[str, str]:
     """Return the kind and a short description of a file-backed text, without parsing all of it.
 
     The kind is ``"csv"``, for example. The number of rows is an estimate from the number of lines,

@@ -27,7 +27,7 @@ class IpynbCell(msgspec.Struct):
     outputs: list[dict[str, Any]] = []
 
 
-class IpynbFile(msgspec.Struct):
+class ParsedNotebook(msgspec.Struct):
     """The fields of a Jupyter notebook file that the conversion uses.
 
     All other fields are ignored.
@@ -39,7 +39,7 @@ class IpynbFile(msgspec.Struct):
 
 def read(file: InputFile, loading: SourceCollector) -> None:
     try:
-        notebook = msgspec.json.decode(decode(file.data)[0], type=IpynbFile)
+        notebook = msgspec.json.decode(decode(file.data)[0], type=ParsedNotebook)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         read_text(file, loading)  # an old format, or damaged
         return

@@ -1,6 +1,6 @@
 """A pool of killable processes that run database queries, and the format of their replies.
 
-    QueryProcessPool("module:serve").ask(request, limit_s)
+    RequestProcessPool("module:serve").ask(request, limit_s)
         ──> idle process ── ProcessValueOrError ──> its value or an error
         └── no reply within the limit: it is killed, and the next query starts another
 
@@ -41,7 +41,7 @@ class ProcessValueOrError(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-class QueryProcessPool:
+class RequestProcessPool:
     """A pool of child processes that run queries.
 
     Each runs the function ``serve``, named as ``module:name``.

@@ -45,7 +45,7 @@ class TableInfo(msgspec.Struct, frozen=True):
     """Contents of a sheet as lines of tab-separated values."""
 
 
-class SourceTable(msgspec.Struct, frozen=True):
+class LoadedTable(msgspec.Struct, frozen=True):
     """One table that was loaded from the sources."""
 
     file: str

@@ -9,7 +9,7 @@ local files.
 
 The host fetches the files, because sessions have no network. Each download has limits on its size,
 on the time without data, and on how slow it may be. A URL that cannot be fetched becomes a
-``SourceProblem``, or an error if it is the only source. The protocols are implemented in
+``UnreadableSource``, or an error if it is the only source. The protocols are implemented in
 ``http_download.py`` and ``bucket_files.py``.
 """
 
@@ -32,7 +32,7 @@ from ramify.sources.file_kinds import BINARY_SUFFIXES
 from ramify.sources.http_content_type import file_name, to_utf8
 from ramify.sources.loaded_sources import MORE, SourceCollector, UnreadableSourceError, size_text
 from ramify.sources.url_recognition import (
-    ListedFile,
+    RemoteFileEntry,
     RemoteFileInfo,
     check_url,
     is_web,
@@ -61,7 +61,7 @@ class FetchedFile(msgspec.Struct, frozen=True):
 
 
 class _Wanted(NamedTuple):
-    file: ListedFile
+    file: RemoteFileEntry
     label: str
     is_named: bool
     head: RemoteFileInfo | None = None
@@ -116,11 +116,11 @@ class _Fetching:
                 if not is_web(url):
                     wanted += self._listed_bucket(url)
                 elif number >= _MOST_HEADS:
-                    wanted.append(_Wanted(ListedFile(url, ""), "", True))
+                    wanted.append(_Wanted(RemoteFileEntry(url, ""), "", True))
                 else:
                     head = self._open_url(url)
                     self._check_size(head.num_bytes)
-                    wanted.append(_Wanted(ListedFile(url, "", head.num_bytes), "", True, head))
+                    wanted.append(_Wanted(RemoteFileEntry(url, "", head.num_bytes), "", True, head))
             except UnreadableSourceError as error:
                 self._report_failure(url, error)
         return wanted

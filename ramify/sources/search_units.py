@@ -24,10 +24,10 @@ from typing import Literal
 import msgspec
 
 from ramify.lazy_pattern import lazy_pattern
-from ramify.sandbox.base import MappedText
+from ramify.sandbox.base import FileBackedText
 
 Shape = Literal["lines", "passages"]
-Text = str | MappedText
+Text = str | FileBackedText
 
 MAX_HITS = 100
 """Maximum number of hits of one search."""

@@ -35,7 +35,7 @@ from ramify.sources.loaded_sources import (
     UnreadableSourceError,
     count_with_names,
 )
-from ramify.sources.queryable_tables import SourceTable, TableInfo, TableLocation
+from ramify.sources.queryable_tables import LoadedTable, TableInfo, TableLocation
 
 MAX_TABLES = 500
 """Maximum number of tables in one load. The files of further tables are loaded as texts only."""
@@ -111,7 +111,7 @@ def add_file_tables(
         info = msgspec.structs.replace(
             info, source=msgspec.structs.replace(info.source, name=unique), text=""
         )
-        loading.tables.append(SourceTable(name, info, before))
+        loading.tables.append(LoadedTable(name, info, before))
         infos.append(info)
     texts = [each.text for each in found]
     return [
@@ -279,7 +279,7 @@ class SessionTables:
 
     def __init__(
         self,
-        entries: Sequence[SourceTable],
+        entries: Sequence[LoadedTable],
         databases: Mapping[str, Callable[..., list[tuple[Any, ...]]]],
         default: str | None,
         kept: TemporaryTableFolder | None = None,

@@ -15,7 +15,7 @@ import msgspec
 
 from ramify.actors.helper_process import answer_requests
 from ramify.actors.message_encoding import decode
-from ramify.sources.query_process import GRACE_S, QUERY_S, QueryProcessPool, encode_outcome
+from ramify.sources.query_process import GRACE_S, QUERY_S, RequestProcessPool, encode_outcome
 from ramify.sources.sqlite_query import Params, run_query
 
 
@@ -28,7 +28,7 @@ class SqliteQueryRequest(msgspec.Struct, frozen=True):
     limit_s: float
 
 
-_processes = QueryProcessPool(f"{__name__}:serve")
+_processes = RequestProcessPool(f"{__name__}:serve")
 
 
 def query_with_timeout(

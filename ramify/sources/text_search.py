@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ramify.sandbox.base import MappedText
+from ramify.sandbox.base import FileBackedText
 from ramify.session_module_compiler import read_module_source
 from ramify.sources.loaded_sources import MIN_SEARCHED_CHARS
 from ramify.sources.search_units import (
@@ -100,14 +100,14 @@ def _texts(context: Any) -> dict[Any, Text]:
 
     A single text has the name "".
     """
-    if isinstance(context, str | MappedText):
+    if isinstance(context, str | FileBackedText):
         return {"": context}
     named: Iterable[tuple[Any, Any]] = ()
     if isinstance(context, Mapping):
         named = context.items()
     elif isinstance(context, list | tuple):
         named = enumerate(context)
-    return {name: text for name, text in named if isinstance(text, str | MappedText)}
+    return {name: text for name, text in named if isinstance(text, str | FileBackedText)}
 
 
 class TextSearchTool:
@@ -122,7 +122,7 @@ class TextSearchTool:
 
     def __init__(self, context: Any) -> None:
         self.__doc__ = SEARCH
-        self._is_single = isinstance(context, str | MappedText)
+        self._is_single = isinstance(context, str | FileBackedText)
         self._texts = _texts(context)
         self._names = list(self._texts)
         self._starts = [0]
@@ -230,7 +230,7 @@ class TextSearchTool:
         """
         text, name = self._texts[self._names[number]], self._names[number]
         head = b"" if at else f"{len(text)},{self._layout(name).shape};".encode()
-        if isinstance(text, MappedText) and text.file.digest:
+        if isinstance(text, FileBackedText) and text.file.digest:
             return head + (b"" if at else text.file.digest.encode())
         return head + text[at : at + BLOCK_CHARS].encode("utf-8", "replace")
 

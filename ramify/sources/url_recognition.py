@@ -122,7 +122,7 @@ class RemoteFileInfo(msgspec.Struct, frozen=True):
     """False if the server forbids storing a copy."""
 
 
-class ListedFile(msgspec.Struct, frozen=True):
+class RemoteFileEntry(msgspec.Struct, frozen=True):
     """A remote file in a listing, before its download."""
 
     url: str

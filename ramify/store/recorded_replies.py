@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ramify.errors import LimitReached, ModelError, Refused, ReplayDiverged, StoreError
+from ramify.errors import LimitReached, ModelError, ReplayDiverged, RequestRefusedError, StoreError
 from ramify.types.event import (
     AnyEvent,
-    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
     ModeChosen,
     NoteAdded,
     ReplyReceived,
+    RequestAttemptFailed,
     RequestStarted,
     RunEnded,
     RunResumed,
@@ -72,7 +72,7 @@ class RunEventIndex:
     """
     diverged: ReplayDiverged | None
     """First difference between the current run and the recorded one, or None."""
-    attempts: list[AttemptFailed]
+    attempts: list[RequestAttemptFailed]
     """Failed attempts. Their cost is charged to the resumed run, because some may have been
     billed.
     """
@@ -123,7 +123,7 @@ class RunEventIndex:
         it."""
         self._replies: dict[tuple[str, int], ReplyReceived] = {}
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
-        self._attempts: dict[tuple[str, int], list[AttemptFailed]] = {}
+        self._attempts: dict[tuple[str, int], list[RequestAttemptFailed]] = {}
         self._held: dict[Key, None] = {}
         """Keys of the recorded events that ``must_not_append`` cannot find in another index."""
         self._booked: set[tuple[str, int]] = set()
@@ -208,7 +208,7 @@ class RunEventIndex:
 
         Raises ReplayDiverged if it differs, or if the run has already diverged.
 
-        Raises Refused if the model refused this prompt and another prompt replaced it.
+        Raises RequestRefusedError if the model refused this prompt and another prompt replaced it.
         """
         if self.diverged is not None:
             raise self.diverged
@@ -225,7 +225,7 @@ class RunEventIndex:
         """Return how many of the first token ids in this turn's prompt come from earlier turns."""
         return self._replies[call, turn].reused_ids
 
-    def failed_attempts(self, call: str, turn: int) -> list[AttemptFailed]:
+    def failed_attempts(self, call: str, turn: int) -> list[RequestAttemptFailed]:
         """Return the failed attempts at this turn's request.
 
         Some of them may have been billed.
@@ -409,14 +409,14 @@ class RunEventIndex:
             self._forgotten.setdefault((id, first), []).append(forgotten)
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raise Refused if the model refused the same prompt in the recorded run.
+        """Raise RequestRefusedError if the model refused the same prompt in the recorded run.
 
         Another prompt then replaced it.
         """
         if (call, turn, prompt_hash) not in self._replaced:
             return
         before, after = self._replaced[call, turn, prompt_hash]
-        error = Refused(
+        error = RequestRefusedError(
             f"call {call}, turn {turn}: the prompt {prompt_hash[:12]} was refused when it was "
             "recorded"
         )
@@ -506,7 +506,7 @@ class RunEventIndex:
                 self._cells[event.call, event.turn, event.cell] = event.result
             case ToolAnswered():
                 self._tools[event.call, event.turn, event.cell, event.ordinal] = event
-            case AttemptFailed():
+            case RequestAttemptFailed():
                 self.attempts.append(event)
                 self._attempts.setdefault((event.call, event.turn), []).append(event)
             case RunStarted():
@@ -566,8 +566,8 @@ def _key(event: AnyEvent) -> Key:
             return (ModeChosen, "")
         case RunResumed():
             return (RunResumed, "", tuple(event.forgets.items()))
-        case AttemptFailed():
-            return (AttemptFailed, event.call, event.turn, event.error, event.at_s)
+        case RequestAttemptFailed():
+            return (RequestAttemptFailed, event.call, event.turn, event.error, event.at_s)
         case RunEnded():
             return (RunEnded, event.stop, event.at_s)
         case ScoreAdded():

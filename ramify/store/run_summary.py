@@ -22,8 +22,8 @@ from ramify.store.textless_events import (
     decode_textless_events,
 )
 from ramify.types.event import (
-    AttemptFailed,
     CallEnded,
+    RequestAttemptFailed,
     RunEnded,
     RunResumed,
     RunStarted,
@@ -115,7 +115,7 @@ def _add(summary: RunSummary, event: AnyEventOutline) -> None:
             summary.num_calls += 1
             summary.depth = max(summary.depth, event.depth)
             summary.model = summary.model or event.model
-        case AttemptFailed():
+        case RequestAttemptFailed():
             _charge(summary, event.usage, event.cost)
         case RunStarted():
             summary.num_questions, summary.stop = summary.num_questions + 1, None

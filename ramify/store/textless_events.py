@@ -27,7 +27,6 @@ from ramify.store.journal import CANNOT_DECODE, check_version
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.stored_run import StoredRun
 from ramify.types.event import (
-    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
@@ -35,6 +34,7 @@ from ramify.types.event import (
     ModeChosen,
     NoteAdded,
     ReplyReceived,
+    RequestAttemptFailed,
     RequestStarted,
     RunEnded,
     RunResumed,
@@ -117,7 +117,7 @@ AnyEventOutline = (
     RunStarted
     | TextlessCallStarted
     | TextlessRequestStarted
-    | AttemptFailed
+    | RequestAttemptFailed
     | TextlessReplyReceived
     | TextlessCellRan
     | TextlessToolAnswered
@@ -203,7 +203,7 @@ def _one_by_one(
 
 
 @check_struct_subset(Turn)
-class FieldlessTurn(msgspec.Struct):
+class TurnPlaceholder(msgspec.Struct):
     """A turn without any fields, for listings that only count the turns.
 
     Listings only count the turns.
@@ -216,7 +216,7 @@ class CallOutline(msgspec.Struct):
 
     model: str
     depth: int = 0
-    turns: list[FieldlessTurn] = []
+    turns: list[TurnPlaceholder] = []
 
 
 @check_struct_subset(Trajectory)

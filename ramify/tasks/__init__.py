@@ -4,12 +4,12 @@
     >>> def make(rng):
     ...     words = rng.choices(["teal", "mint"], k=1000)
     ...     return tasks.Item("How often does 'teal' occur?", " ".join(words), words.count("teal"))
-    >>> task = tasks.SimpleTask("teal", tasks.generated("teal", make), tasks.numeric)
+    >>> task = tasks.DatasetTask("teal", tasks.generated("teal", make), tasks.numeric)
     >>> tasks.validate(task)
     ''
 
-    a task        Item Task SimpleTask TaskStart Score TrajectoryRewardFunction generated dataset
-                  BatchScoredTask (scores the rollouts of a step together)
+    a task        Item Task DatasetTask RolloutInitialState Score TrajectoryRewardFunction generated
+                  dataset BatchScoredTask (scores the rollouts of a step together)
     by name       task_of items_of; PROGRAM_WORDS PROGRAM_HINT (the task programs)
     rewards       numeric exact normalised f1 choice … (SCORERS), RubricScorer, BatchedReward
     elsewhere     from_verifiers env_task

@@ -1,12 +1,12 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
 from ramify.extras.studies.programs.toy_program_language import PROGRAM_HINT as PROGRAM_HINT
 from ramify.extras.studies.programs.toy_program_language import PROGRAM_WORDS as PROGRAM_WORDS
+from ramify.tasks.base import DatasetTask as DatasetTask
 from ramify.tasks.base import GeneratedSplit as GeneratedSplit
 from ramify.tasks.base import Item as Item
+from ramify.tasks.base import RolloutInitialState as RolloutInitialState
 from ramify.tasks.base import Score as Score
-from ramify.tasks.base import SimpleTask as SimpleTask
 from ramify.tasks.base import Task as Task
-from ramify.tasks.base import TaskStart as TaskStart
 from ramify.tasks.base import TrajectoryRewardFunction as TrajectoryRewardFunction
 from ramify.tasks.base import generated as generated
 from ramify.tasks.base import items_of as items_of

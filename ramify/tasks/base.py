@@ -2,9 +2,9 @@
 
 A task has questions with right answers, divided into disjoint splits, and scores each answer.
 
-    task.splits["train"][17] ──> Item ──prepare──> TaskStart ──engine runs it──> Trajectory
-                                                                                     │
-                                                                          Score <──score
+    task.splits["train"][17] ──> Item ──prepare──> RolloutInitialState ──engine runs──> Trajectory
+                                                                                             │
+                                                                                Score <──score
 
 To write a task, give a function that makes an item and one that scores an answer::
 
@@ -12,13 +12,13 @@ To write a task, give a function that makes an item and one that scores an answe
         words = rng.choices(["teal", "coral", "mint"], k=1000)
         return Item("How often does 'teal' occur?", " ".join(words), gold=words.count("teal"))
 
-    task = SimpleTask("teal", generated("teal", make), numeric)
+    task = DatasetTask("teal", generated("teal", make), numeric)
 
 A reward takes the answer and the item, or the whole trajectory. It may be async. It returns a
 number, several numbers by name, or a ``Score``::
 
-    SimpleTask("teal", splits, lambda answer, item: float(answer == item.gold))
-    SimpleTask(
+    DatasetTask("teal", splits, lambda answer, item: float(answer == item.gold))
+    DatasetTask(
         "teal",
         splits,
         TrajectoryRewardFunction(lambda item, trajectory: {"correct": …, "short": …}),
@@ -62,7 +62,7 @@ TASKS = PluginRegistry(
     "task",
     "ramify.tasks",
     {
-        "agent": "ramify.agents.agent_task:AgentTask",
+        "agent": "ramify.agents.agent_task:ExternalAgentTask",
         "ledger": "ramify.tasks.ledger.task:ledger",
         "mixture": "ramify.tasks.mixture:mixture",
     },
@@ -134,7 +134,7 @@ class Item(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "question", question)
 
 
-class TaskStart(msgspec.Struct, kw_only=True):
+class RolloutInitialState(msgspec.Struct, kw_only=True):
     """The initial state of one rollout: what the model's session contains at the start.
 
     It is created once per rollout, so it may hold mutable state.
@@ -212,7 +212,7 @@ class Task(Protocol):
         class Sums:
             name, weights = "sums", {}
             splits = tasks.generated("sums", make)
-            async def prepare(self, item): return tasks.TaskStart(context=item.context)
+            async def prepare(self, item): return tasks.RolloutInitialState(context=item.context)
             def score(self, item, trajectory): return tasks.Score({"correct": 1.0})
     """
 
@@ -222,7 +222,7 @@ class Task(Protocol):
     weights: Mapping[str, float]
     """Reward name -> weight in the total reward. The default weight is 1."""
 
-    async def prepare(self, item: Item) -> TaskStart:
+    async def prepare(self, item: Item) -> RolloutInitialState:
         """Return the initial state of a rollout of ``item``."""
         ...
 
@@ -558,13 +558,13 @@ class TrajectoryRewardFunction(msgspec.Struct, frozen=True):
     reward: Callable[[Item, Trajectory], Worth | Coroutine[Any, Any, Worth]]
 
 
-class SimpleTask(msgspec.Struct, frozen=True):
+class DatasetTask(msgspec.Struct, frozen=True):
     """A task made of splits and a reward function.
 
     Implements the interface ``Task``.
 
     Example:
-        tasks.SimpleTask("logs", tasks.generated("logs", make), tasks.numeric)
+        tasks.DatasetTask("logs", tasks.generated("logs", make), tasks.numeric)
     """
 
     name: str
@@ -575,7 +575,7 @@ class SimpleTask(msgspec.Struct, frozen=True):
     ``BatchedReward`` does.
     """
     weights: Mapping[str, float] = {}
-    begin: Callable[[Item], Awaitable[TaskStart]] | None = None
+    begin: Callable[[Item], Awaitable[RolloutInitialState]] | None = None
     """Function that creates the initial state of a rollout. If None, each rollout has a session
     with only the item's context."""
     instructions: str = ""
@@ -617,9 +617,9 @@ class SimpleTask(msgspec.Struct, frozen=True):
                 "in TrajectoryRewardFunction"
             ) from None
 
-    async def prepare(self, item: Item) -> TaskStart:
+    async def prepare(self, item: Item) -> RolloutInitialState:
         if self.begin is None:
-            start = TaskStart(context=item.context, messages=item.messages)
+            start = RolloutInitialState(context=item.context, messages=item.messages)
         else:
             start = await self.begin(item)
         start.instructions = "\n\n".join(filter(None, [self.instructions, start.instructions]))

@@ -33,9 +33,9 @@ from ramify.tasks.base import (
     DATA_SUFFIXES,
     SPLITS,
     AnswerReward,
+    DatasetTask,
     Item,
     LazySequence,
-    SimpleTask,
     TrajectoryRewardFunction,
 )
 from ramify.tasks.scoring import SCORERS
@@ -145,7 +145,7 @@ def dataset(
     item: Callable[[Row], Item] | None = None,
     reward: str | AnswerReward | TrajectoryRewardFunction = "exact",
     name: str = "",
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task whose items are the rows of ``source``.
 
     ``question`` and ``gold`` are the columns of the question and of the right answer; without them,
@@ -195,7 +195,7 @@ def dataset(
                 )
                 for split in parts
             }
-    return SimpleTask(name, splits, resolve_scorer(reward))
+    return DatasetTask(name, splits, resolve_scorer(reward))
 
 
 def resolve_scorer(

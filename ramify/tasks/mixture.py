@@ -35,9 +35,9 @@ from ramify.tasks.base import (
     ENDLESS,
     Item,
     LazySequence,
+    RolloutInitialState,
     Score,
     Task,
-    TaskStart,
     items_of,
     task_of,
 )
@@ -78,7 +78,7 @@ class _GroupLine(msgspec.Struct, frozen=True):
     outcome: RolloutGroupOutcome
 
 
-class MixtureTask(msgspec.Struct, frozen=True):
+class TaskMixture(msgspec.Struct, frozen=True):
     """A training mixture: a task whose items come from several other tasks.
 
     Implements ``tasks.Task``.
@@ -100,7 +100,7 @@ class MixtureTask(msgspec.Struct, frozen=True):
         """
         return self.factors[_part_and_item(item)[0]]
 
-    async def prepare(self, item: Item) -> TaskStart:
+    async def prepare(self, item: Item) -> RolloutInitialState:
         part, own = _part_and_item(item)
         return await self.tasks[part].prepare(own)
 
@@ -184,7 +184,7 @@ class TaskMixtureItems(LazySequence[Item]):
         return (self[index] for index in range(len(self)))
 
 
-def mixture(*, parts: Any = None) -> MixtureTask:
+def mixture(*, parts: Any = None) -> TaskMixture:
     """Return a task that combines several weighted tasks.
 
     Args:
@@ -224,7 +224,7 @@ def mixture(*, parts: Any = None) -> MixtureTask:
         splits[split] = TaskMixtureItems(each, dict.fromkeys(trained, 1.0))
         splits |= {f"{split}_{name}": TaskMixtureItems(each, {name: 1.0}) for name in tasks}
     factors = {name: spec.reward for name, spec in specs.items()}
-    return MixtureTask("mixture", splits, _Weights(factors, tasks), tasks, factors, tuple(trained))
+    return TaskMixture("mixture", splits, _Weights(factors, tasks), tasks, factors, tuple(trained))
 
 
 class _Weights(dict[str, float]):

@@ -33,7 +33,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, TrajectoryRewardFunction
+from ramify.tasks.base import (
+    DatasetTask,
+    Item,
+    RolloutInitialState,
+    Score,
+    TrajectoryRewardFunction,
+)
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
@@ -67,7 +73,7 @@ def env_task(
     render: Render | None = None,
     weights: Mapping[str, float] | None = None,
     acts: Literal["session", "replies"] = "session",
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task in which the model acts in an environment.
 
     Each attempt is one episode.
@@ -99,15 +105,15 @@ def env_task(
     def begin_episode(item: Item) -> EnvEpisode:
         return EnvEpisode(create(item), item, parse, render)
 
-    async def begin(item: Item) -> TaskStart:
+    async def begin(item: Item) -> RolloutInitialState:
         episode = begin_episode(item)
         if acts == "replies":
-            return TaskStart(
+            return RolloutInitialState(
                 conduct=lambda model: _converse(episode, item, model),
                 on_end=lambda answer: episode.end(None),
             )
         about = "\n".join(filter(None, [episode.opening, _ABOUT, episode.actions]))
-        return TaskStart(
+        return RolloutInitialState(
             context=item.context, tools={"step": episode.step}, about=about, on_end=episode.end
         )
 
@@ -124,7 +130,7 @@ def env_task(
             },
         )
 
-    return SimpleTask(name, splits, TrajectoryRewardFunction(score), dict(weights or {}), begin)
+    return DatasetTask(name, splits, TrajectoryRewardFunction(score), dict(weights or {}), begin)
 
 
 def _check_call(name: str, option: str, function: Any, call: str) -> None:

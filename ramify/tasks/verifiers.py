@@ -29,10 +29,10 @@ from ramify.pip_install_command import install_command
 from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.base import (
     ENDLESS,
+    DatasetTask,
     Item,
     LazySequence,
     Score,
-    SimpleTask,
     TrajectoryRewardFunction,
 )
 from ramify.tasks.scoring.answer_text import as_text
@@ -65,7 +65,7 @@ def from_verifiers(
     context: Callable[[Any], Any] | None = None,
     right: Callable[[Any], Any] | None = None,
     name: str = "",
-) -> SimpleTask:
+) -> DatasetTask:
     """Create a Ramify task from a taskset of the ``verifiers`` library.
 
     The taskset is given as an object or as the id of an installed taskset. ``context`` and
@@ -103,7 +103,7 @@ def from_verifiers(
     def score(item: Item, trajectory: Trajectory) -> Score:
         return run_coroutine(_score_trajectory(vf, rows.task(item), trajectory))
 
-    return SimpleTask(name, {split: rows}, TrajectoryRewardFunction(score))
+    return DatasetTask(name, {split: rows}, TrajectoryRewardFunction(score))
 
 
 def load_taskset(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:

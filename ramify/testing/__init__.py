@@ -7,12 +7,12 @@
     '42'
 
     a model       ScriptedClient, in this process; ScriptedServer, OpenAI's API over real HTTP
-    a reader      OfflineModel, which answers suites with a stated accuracy (AccuracyCurve,
+    a reader      OfflineModel, which answers suites with a stated accuracy (SimulatedAccuracyCurve,
                   ModelLatency), and what it knows of one (OfflineModelSuiteStrategy)
-    batches       BatchServer, the batch APIs of OpenAI and Anthropic over real HTTP
+    batches       FakeBatchApiServer, the batch APIs of OpenAI and Anthropic over real HTTP
     a script      a list, ScriptRule, a function of the messages, or a file (Script)
     failures      rate_limited server_error refused unreachable dropped cut stalled malformed …
-    a hub         HubServer, the Hugging Face hub's HTTP interface
+    a hub         FakeHubServer, the Hugging Face hub's HTTP interface
     a disk        ForgetfulDisk, which loses what was not synced
     a sandbox     check_sandbox check_one CHECKS ConformanceCheck ConformanceResult SandboxUnderTest
 

@@ -1,11 +1,11 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
-from ramify.testing.batch_server import BatchServer as BatchServer
-from ramify.testing.fake_hub import HubServer as HubServer
+from ramify.testing.batch_server import FakeBatchApiServer as FakeBatchApiServer
+from ramify.testing.fake_hub import FakeHubServer as FakeHubServer
 from ramify.testing.forgetful_disk import ForgetfulDisk as ForgetfulDisk
-from ramify.testing.offline_model import AccuracyCurve as AccuracyCurve
 from ramify.testing.offline_model import ModelLatency as ModelLatency
 from ramify.testing.offline_model import OfflineModel as OfflineModel
 from ramify.testing.offline_model import OfflineModelSuiteStrategy as OfflineModelSuiteStrategy
+from ramify.testing.offline_model import SimulatedAccuracyCurve as SimulatedAccuracyCurve
 from ramify.testing.reply_script import Script as Script
 from ramify.testing.reply_script import ScriptedFailure as ScriptedFailure
 from ramify.testing.reply_script import ScriptRule as ScriptRule

@@ -2,7 +2,7 @@
 
 It was written from the types in their Python packages.
 
-    async with BatchServer(lambda messages: "hello") as server:
+    async with FakeBatchApiServer(lambda messages: "hello") as server:
         openai.OpenAI(base_url=server.url)              files, batches, and chat completions
         anthropic.Anthropic(base_url=server.root)       messages.batches, and messages
         server.finish()                                 all open batches end, with their results
@@ -26,7 +26,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
-from ramify.errors import Refused
+from ramify.errors import RequestRefusedError
 from ramify.testing.reply_script import Lines, Script, ScriptedFailure, step_outcome
 from ramify.testing.scripted_server import completion_body
 from ramify.types.message import Message, Reply, Usage
@@ -52,7 +52,7 @@ class FakeBatchApiRequest(msgspec.Struct):
     ``canceled``."""
 
 
-class BatchApiJob(msgspec.Struct):
+class FakeBatchJob(msgspec.Struct):
     """One batch of requests on the test server."""
 
     id: str
@@ -70,13 +70,13 @@ class BatchApiJob(msgspec.Struct):
         return sum(each.kind in kinds for each in self.requests)
 
 
-class BatchServer:
+class FakeBatchApiServer:
     """A local server for tests that imitates the batch APIs of OpenAI and Anthropic.
 
     ``async with`` starts and stops it.
 
     Example:
-        async with testing.BatchServer(["yes", "no"]) as server:
+        async with testing.FakeBatchApiServer(["yes", "no"]) as server:
             os.environ["OPENAI_BASE_URL"] = server.url
     """
 
@@ -97,7 +97,7 @@ class BatchServer:
         """
         self.holds = holds
         """Whether new batches wait for ``finish``."""
-        self.batches: dict[str, BatchApiJob] = {}
+        self.batches: dict[str, FakeBatchJob] = {}
         """Id -> batch, in the order of their creation."""
         self.files: dict[str, bytes] = {}
         """Id -> content."""
@@ -128,7 +128,7 @@ class BatchServer:
         """Base URL for OpenAI's client: ``http://127.0.0.1:PORT/v1``."""
         return f"{self.root}/v1"
 
-    async def __aenter__(self) -> BatchServer:
+    async def __aenter__(self) -> FakeBatchApiServer:
         await self._http.start()
         return self
 
@@ -168,7 +168,7 @@ class BatchServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _finish(self, batch: BatchApiJob, end: End, num: int | None = None) -> None:
+    async def _finish(self, batch: FakeBatchJob, end: End, num: int | None = None) -> None:
         for place, request in enumerate(batch.requests):
             if end == "completed" or (num is not None and place < num):
                 await self._serve(batch, request)
@@ -177,7 +177,7 @@ class BatchServer:
                 request.result = _unserved_result(batch, request)
         batch.status = end
 
-    async def _serve(self, batch: BatchApiJob, request: FakeBatchApiRequest) -> None:
+    async def _serve(self, batch: FakeBatchJob, request: FakeBatchApiRequest) -> None:
         status, body = await self._answer(request.body, is_openai=batch.kind == "openai")
         request.kind = "succeeded" if status == 200 else "errored"
         if batch.kind == "openai":
@@ -199,7 +199,7 @@ class BatchServer:
         messages = tuple(_messages(body))
         try:
             step = self._script.tell(messages)
-        except Refused as error:
+        except RequestRefusedError as error:
             return 400, _error_body(str(error), 400, is_openai=is_openai)
         if inspect.isawaitable(step):
             step = await step
@@ -292,7 +292,7 @@ class BatchServer:
         lines = [msgspec.json.decode(line) for line in content.splitlines() if line.strip()]
         requests = [FakeBatchApiRequest(line["custom_id"], line["body"]) for line in lines]
         number = len(self.batches)
-        batch = BatchApiJob(
+        batch = FakeBatchJob(
             f"batch_{number}",
             "openai",
             requests,
@@ -318,7 +318,7 @@ class BatchServer:
         if problem:
             return 400, _error_body(problem, 400, is_openai=False)
         number = len(self.batches)
-        batch = BatchApiJob(f"msgbatch_{number}", "anthropic", requests, number)
+        batch = FakeBatchJob(f"msgbatch_{number}", "anthropic", requests, number)
         return 200, await self._begin(batch, "")
 
     def _problem_of(self, requests: list[FakeBatchApiRequest], limit: int) -> str:
@@ -329,7 +329,7 @@ class BatchServer:
             return "duplicate_custom_id: a custom_id occurs twice"
         return ""
 
-    async def _begin(self, batch: BatchApiJob, problem: str) -> dict[str, Any]:
+    async def _begin(self, batch: FakeBatchJob, problem: str) -> dict[str, Any]:
         self.batches[batch.id] = batch
         if problem:
             batch.status, batch.problem = "failed", problem
@@ -337,7 +337,7 @@ class BatchServer:
             await self._finish(batch, "completed")
         return self._batch_object(batch)
 
-    def _cancel_batch(self, batch: BatchApiJob) -> dict[str, Any]:
+    def _cancel_batch(self, batch: FakeBatchJob) -> dict[str, Any]:
         if batch.status == "in_progress":
             batch.status = "cancelling"
         return self._batch_object(batch)
@@ -357,10 +357,10 @@ class BatchServer:
             "has_more": begin + size < len(found),
         }
 
-    def _batch_object(self, batch: BatchApiJob) -> dict[str, Any]:
+    def _batch_object(self, batch: FakeBatchJob) -> dict[str, Any]:
         return self._openai_batch(batch) if batch.kind == "openai" else self._anthropic_batch(batch)
 
-    def _openai_batch(self, batch: BatchApiJob) -> dict[str, Any]:
+    def _openai_batch(self, batch: FakeBatchJob) -> dict[str, Any]:
         is_ended = batch.status in ("completed", "expired", "cancelled")
         num_failed = batch.count_requests("errored")
         code, _, message = batch.problem.partition(": ")
@@ -388,7 +388,7 @@ class BatchServer:
             "metadata": batch.metadata,
         }
 
-    def _anthropic_batch(self, batch: BatchApiJob) -> dict[str, Any]:
+    def _anthropic_batch(self, batch: FakeBatchJob) -> dict[str, Any]:
         words = {"in_progress": "in_progress", "cancelling": "canceling"}
         is_ended = batch.status not in words
         kinds = ("succeeded", "errored", "expired", "canceled")
@@ -430,7 +430,7 @@ def _error_body(text: str, status: int, *, is_openai: bool) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": text}, "request_id": "req_0"}
 
 
-def _unserved_result(batch: BatchApiJob, request: FakeBatchApiRequest) -> dict[str, Any]:
+def _unserved_result(batch: FakeBatchJob, request: FakeBatchApiRequest) -> dict[str, Any]:
     if batch.kind == "anthropic":
         return {"custom_id": request.custom_id, "result": {"type": request.kind}}
     code = "batch_expired" if request.kind == "expired" else "batch_cancelled"

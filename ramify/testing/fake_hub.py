@@ -2,7 +2,7 @@
 
 It keeps repositories in memory, and serves them over the hub's HTTP API.
 
-    with HubServer(token="hf_x") as hub:
+    with FakeHubServer(token="hf_x") as hub:
         os.environ["HF_ENDPOINT"] = hub.url          before huggingface_hub is imported
         …upload_folder…
         hub.repositories["me/mine"]["README.md"]     the bytes of a file
@@ -26,11 +26,11 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _LFS = (".safetensors", ".bin")
 
 
-class HubServer:
+class FakeHubServer:
     """A local test server that imitates the Hugging Face hub while its ``with`` block runs.
 
     Example:
-        with testing.HubServer(token="hf_x") as hub:
+        with testing.FakeHubServer(token="hf_x") as hub:
             subprocess.run([…], env={**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_x"})
     """
 
@@ -60,7 +60,7 @@ class HubServer:
         """Base URL: ``http://127.0.0.1:PORT``."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> HubServer:
+    def __enter__(self) -> FakeHubServer:
         self._thread.start()
         return self
 
@@ -95,9 +95,9 @@ class HubServer:
 
 
 class _HubExchange(BaseHTTPRequestHandler):
-    """The handler of the requests on one connection to a ``HubServer``."""
+    """The handler of the requests on one connection to a ``FakeHubServer``."""
 
-    server_hub: HubServer
+    server_hub: FakeHubServer
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *values: object) -> None:

@@ -54,7 +54,7 @@ from ramify.testing.root_prompt_formats import (
     RESULT,
     ROOT_FORMS,
     ParsedRootPrompt,
-    RootPromptFormat,
+    RlmLibraryPromptFormat,
 )
 from ramify.testing.scripted_client import ScriptedClient
 from ramify.types.message import Message, Reply
@@ -73,10 +73,10 @@ _LOOK = "print(type(context).__name__, len(context))\nprint(context[:500])"
 _UNKNOWN = "unknown"
 
 
-class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SimulatedAccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The simulated model's probability of a right reply, as a function of prompt length in tokens.
 
-    >>> testing.AccuracyCurve()(2_000)
+    >>> testing.SimulatedAccuracyCurve()(2_000)
     0.999
     """
 
@@ -178,14 +178,14 @@ class OfflineModel(
 ):
     """A simulated model with a configurable accuracy and a strategy for each evaluation suite.
 
-    >>> model = testing.OfflineModel(curve=testing.AccuracyCurve(((1, 1.0),)))
+    >>> model = testing.OfflineModel(curve=testing.SimulatedAccuracyCurve(((1, 1.0),)))
     >>> with ramify.RLM(model.client()) as rlm:
     ...     text = "The access code of Tamorusi is 482913."
     ...     rlm.completion(text, "What is the access code of Tamorusi?").answer
     '482913'
     """
 
-    curve: AccuracyCurve = AccuracyCurve()
+    curve: SimulatedAccuracyCurve = SimulatedAccuracyCurve()
     """Accuracy of replies to questions about a text. A root call, in contrast, makes no errors in
     its steps.
     """
@@ -234,7 +234,7 @@ class OfflineModel(
                 return self._next_root_reply(form, turn)
         return self._answer_about_text(messages)
 
-    def _next_root_reply(self, form: RootPromptFormat, turn: ParsedRootPrompt) -> str:
+    def _next_root_reply(self, form: RlmLibraryPromptFormat, turn: ParsedRootPrompt) -> str:
         """Return the simulated model's reply for the next step of a root call.
 
         The first step looks at the context, the second runs the suite's strategy, and the last
@@ -376,7 +376,7 @@ def simulated_model(name: str) -> OfflineModel:
     if name.endswith(".json"):
         return _model_in(Path(name))
     try:
-        return OfflineModel(curve=AccuracyCurve(((1, float(name)),)))
+        return OfflineModel(curve=SimulatedAccuracyCurve(((1, float(name)),)))
     except ValueError:
         raise ConfigError(
             f"offline:{name}: there is no such model; write offline:default, offline:perfect, an "

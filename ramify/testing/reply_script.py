@@ -23,7 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.function_client import reply_with_token_counts
-from ramify.errors import ConfigError, Refused
+from ramify.errors import ConfigError, RequestRefusedError
 from ramify.types.message import Message, Reply, Usage
 
 Kind = Literal[
@@ -216,7 +216,8 @@ class Script:
                 "function from messages to a reply"
             )
         self.tell: ReplyFunction = lines if callable(lines) else _reply_function(tuple(lines), name)
-        """Return the reply to these messages. Raises Refused if the script has no reply."""
+        """Return the reply to these messages. Raises RequestRefusedError if the script has no
+        reply."""
 
     @classmethod
     def load(cls, path: str | Path) -> Script:
@@ -260,7 +261,7 @@ def _in_order(lines: tuple[Step, ...], name: str) -> ReplyFunction:
         num_requests += 1
         for line in left:
             return line
-        raise Refused(
+        raise RequestRefusedError(
             f"{name}: all {len(lines)} replies are used up (this is request {num_requests}): "
             "add one, or use a rule"
         )
@@ -279,7 +280,7 @@ def _by_rule(rules: list[ScriptRule], name: str) -> ReplyFunction:
             if pattern.search(last):
                 used[i] += 1
                 return replies[i][min(used[i], len(replies[i])) - 1]
-        raise Refused(
+        raise RequestRefusedError(
             f'{name}: no rule matches the last message {last[:60]!r}: add a rule with "match": ""'
         )
 

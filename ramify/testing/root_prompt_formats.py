@@ -72,7 +72,7 @@ class ParsedRootPrompt(msgspec.Struct, frozen=True):
     """True if no more code will run, so that the reply must be the answer."""
 
 
-class RootPromptFormat(Protocol):
+class RlmLibraryPromptFormat(Protocol):
     """How one system asks a model for the steps of a root call, and how it expects replies to
     look."""
 
@@ -173,7 +173,7 @@ class RlmsPromptFormat:
         return self.code_cell_reply("The result is there.", code)
 
 
-class DrostePromptFormat:
+class DrosteLibraryPromptFormat:
     """The prompt format of the library ``droste``."""
 
     name = "droste"
@@ -249,10 +249,10 @@ class DspyPromptFormat:
         return self.code_cell_reply("The result is there.", "SUBMIT(str(result))")
 
 
-ROOT_FORMS: tuple[RootPromptFormat, ...] = (
+ROOT_FORMS: tuple[RlmLibraryPromptFormat, ...] = (
     RamifyPromptFormat(),
     RlmsPromptFormat(),
-    DrostePromptFormat(),
+    DrosteLibraryPromptFormat(),
     DspyPromptFormat(),
 )
 """The prompt formats of all known systems."""

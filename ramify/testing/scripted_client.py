@@ -31,9 +31,9 @@ from ramify.errors import (
     ModelError,
     RamifyError,
     RateLimited,
-    Refused,
-    ReplyLost,
-    ServerFailed,
+    ReplyLostError,
+    RequestRefusedError,
+    ServerStatusError,
     Unreachable,
 )
 from ramify.testing.reply_script import (
@@ -233,7 +233,7 @@ class ScriptedClient:
 
     def _refuse_overlong(self, usage: Usage) -> None:
         if usage.input_tokens > self.window:
-            error = Refused(
+            error = RequestRefusedError(
                 f"{self.name}: the prompt has {usage.input_tokens} tokens and the window "
                 f"{self.window}: shorten it"
             )
@@ -255,15 +255,15 @@ def _error(name: str, step: ScriptedFailure) -> ModelError:
         case "rate_limited":
             return RateLimited(f"{name}: 429, rate limited", step.retry_after_s)
         case "server_error":
-            return ServerFailed(f"{name}: {step.status or 500}, {step.text}")
+            return ServerStatusError(f"{name}: {step.status or 500}, {step.text}")
         case "refused":
-            refused = Refused(f"{name}: {step.status or 400}, {step.text}")
+            refused = RequestRefusedError(f"{name}: {step.status or 400}, {step.text}")
             refused.needs_key = step.status in (401, 402, 403)
             return refused
         case "unreachable":
             return Unreachable(f"{name}: connection refused")
         case "dropped" | "cut":
-            return ReplyLost(f"{name}: the connection closed before the reply was whole")
+            return ReplyLostError(f"{name}: the connection closed before the reply was whole")
         case "html":
             error = MalformedResponse(f"{name}: answered HTML instead of JSON")
             error.may_be_paid = False

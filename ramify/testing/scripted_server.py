@@ -30,7 +30,7 @@ import msgspec
 
 from ramify.clients.function_client import estimate_message_tokens
 from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
-from ramify.errors import ConfigError, Refused
+from ramify.errors import ConfigError, RequestRefusedError
 from ramify.testing.offline_model import simulated_model
 from ramify.testing.reply_script import Lines, Script, ScriptedFailure, Step, step_outcome
 from ramify.types.message import Message, Reply, ToolCall, Usage
@@ -200,7 +200,7 @@ class ScriptedServer:
             return self._refuse(exchange, text, "context_length_exceeded")
         try:
             step = self._script.tell(messages)
-        except Refused as error:
+        except RequestRefusedError as error:
             return self._refuse(exchange, str(error))
         if inspect.isawaitable(step):
             task = asyncio.ensure_future(self._answer_later(exchange, parsed, messages, step, due))

@@ -14,15 +14,16 @@ signals.
     a run           Run PolicySpec TaskSpec SftSpec RlSpec EvaluateSpec Schedule …
     start it        load_recipe train, or on the command line ``ramify train RECIPE``
     objectives      RlSpec(objective="gspo"), with_objective: an estimator with its loss
-    algorithms      GRPO DrGRPO RLOO PPO … (ALGORITHMS); your own: GroupOptions
+    algorithms      GRPO DrGRPO RLOO PPO … (ALGORITHMS); your own: GroupAlgorithmOptions
     losses          PpoClip Gspo Cispo … (POLICY_LOSSES); your own: BaseLossFormula importance_ratio
     corrections     TokenTis IcePop … (CORRECTIONS)
     tree credit     CREDITS CreditNode
     signals         Hybrid HybridTerm TeacherSignal ProcessRewardSignal OutcomeSignal …
     your own        Signal SignalContext SignalScore Judge JudgeView JudgeVerdict Tracker …
-    processes       ComputeSpec OptimizerSpec ShardSpec PlacementSpec NodePool RoleSpec
-    a loop          Rollouter token_sequences pack SingleBackend FsdpRanks TokenSequence Batch Group
-    afterwards      read_metrics StepMetrics read_group_records GroupRecords
+    processes       TrainerComputeSpec OptimizerSpec FsdpSpec PlacementSpec NodePoolSpec RoleSpec
+    a loop          TaskRolloutRunner token_sequences pack SingleBackend FsdpRanks TokenSequence
+                    Batch Group
+    afterwards      read_metrics StepMetrics read_group_records GroupOutcomeSummary
 
 Importing this package loads no tensor library. These are all the public names (``__all__``);
 modules below this package are private.

@@ -1,22 +1,24 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
-from ramify.agents.agent_job import AgentJob as AgentJob
+from ramify.agents.agent_job import AgentRolloutInput as AgentRolloutInput
 from ramify.agents.agent_result import AgentRun as AgentRun
-from ramify.agents.agent_task import AgentTask as AgentTask
-from ramify.extras.studies.hindsight_hints import DemonstrationHints as DemonstrationHints
+from ramify.agents.agent_task import ExternalAgentTask as ExternalAgentTask
 from ramify.extras.studies.hindsight_hints import FeedbackHints as FeedbackHints
-from ramify.extras.studies.hindsight_hints import Hindsight as Hindsight
-from ramify.extras.studies.hindsight_hints import HintFilter as HintFilter
-from ramify.extras.studies.hindsight_hints import NextMessageHints as NextMessageHints
+from ramify.extras.studies.hindsight_hints import HindsightHints as HindsightHints
+from ramify.extras.studies.hindsight_hints import HintAcceptanceRules as HintAcceptanceRules
+from ramify.extras.studies.hindsight_hints import NextMessageHintSource as NextMessageHintSource
+from ramify.extras.studies.hindsight_hints import SolutionHints as SolutionHints
 from ramify.extras.studies.programs.judges import OracleJudge as OracleJudge
-from ramify.extras.studies.programs.judges import RuleJudge as RuleJudge
+from ramify.extras.studies.programs.judges import ProgramErrorJudge as ProgramErrorJudge
+from ramify.extras.studies.programs.judges import RuleHintJudge as RuleHintJudge
 from ramify.extras.studies.programs.judges import ShuffledHints as ShuffledHints
-from ramify.extras.studies.programs.judges import StepRules as StepRules
 from ramify.train.advantages import ALGORITHMS as ALGORITHMS
-from ramify.train.advantages.advantage_pipeline import GroupOptions as GroupOptions
+from ramify.train.advantages.advantage_pipeline import (
+    GroupAlgorithmOptions as GroupAlgorithmOptions,
+)
 from ramify.train.advantages.base import Algorithm as Algorithm
 from ramify.train.advantages.base import AlgorithmNeeds as AlgorithmNeeds
+from ramify.train.advantages.base import OptimizerStepAdvantages as OptimizerStepAdvantages
 from ramify.train.advantages.base import RolloutAdvantages as RolloutAdvantages
-from ramify.train.advantages.base import StepAdvantages as StepAdvantages
 from ramify.train.advantages.base import TokenCredit as TokenCredit
 from ramify.train.advantages.by_task import PerTaskAlgorithm as PerTaskAlgorithm
 from ramify.train.advantages.credit_assignment import CREDITS as CREDITS
@@ -33,7 +35,7 @@ from ramify.train.advantages.group_estimators import RLOO as RLOO
 from ramify.train.advantages.group_estimators import DrGRPO as DrGRPO
 from ramify.train.advantages.group_estimators import Hierarchical as Hierarchical
 from ramify.train.advantages.group_estimators import MaxRL as MaxRL
-from ramify.train.advantages.group_estimators import PassAtK as PassAtK
+from ramify.train.advantages.group_estimators import PassAtKEstimator as PassAtKEstimator
 from ramify.train.advantages.group_estimators import ReinforcePPBaseline as ReinforcePPBaseline
 from ramify.train.advantages.ppo import PPO as PPO
 from ramify.train.advantages.rae import RAE as RAE
@@ -41,10 +43,10 @@ from ramify.train.advantages.reinforce_pp import ReinforcePP as ReinforcePP
 from ramify.train.advantages.remax import ReMax as ReMax
 from ramify.train.advantages.sft import SFT as SFT
 from ramify.train.backends.base import Backend as Backend
-from ramify.train.backends.base import ComputeSpec as ComputeSpec
+from ramify.train.backends.base import FsdpSpec as FsdpSpec
 from ramify.train.backends.base import OptimizerSpec as OptimizerSpec
-from ramify.train.backends.base import ShardSpec as ShardSpec
-from ramify.train.backends.base import TrainedModel as TrainedModel
+from ramify.train.backends.base import TrainableModel as TrainableModel
+from ramify.train.backends.base import TrainerComputeSpec as TrainerComputeSpec
 from ramify.train.backends.fsdp import FsdpRanks as FsdpRanks
 from ramify.train.backends.single_device import SingleBackend as SingleBackend
 from ramify.train.branch_sampler import BranchOptions as BranchOptions
@@ -66,7 +68,7 @@ from ramify.train.data.pack import pack as pack
 from ramify.train.data.rollout_sequences import token_sequences as token_sequences
 from ramify.train.execute import train as train
 from ramify.train.findings import CollapseAlarms as CollapseAlarms
-from ramify.train.hub_publication import PublicationResult as PublicationResult
+from ramify.train.hub_publication import PublishedPolicy as PublishedPolicy
 from ramify.train.hub_publication import publish as publish
 from ramify.train.losses import POLICY_LOSSES as POLICY_LOSSES
 from ramify.train.losses.base import BaseLossFormula as BaseLossFormula
@@ -95,8 +97,10 @@ from ramify.train.losses.dppo import DppoKl as DppoKl
 from ramify.train.losses.dppo import DppoTv as DppoTv
 from ramify.train.losses.gmpo import Gmpo as Gmpo
 from ramify.train.losses.gspo import Gspo as Gspo
-from ramify.train.losses.importance_sampling import ImportanceSampling as ImportanceSampling
-from ramify.train.losses.masked_importance_sampling import RolloutIs as RolloutIs
+from ramify.train.losses.importance_sampling import ImportanceSamplingLoss as ImportanceSamplingLoss
+from ramify.train.losses.masked_importance_sampling import (
+    MaskedImportanceSamplingLoss as MaskedImportanceSamplingLoss,
+)
 from ramify.train.losses.ppo_clip import DualClip as DualClip
 from ramify.train.losses.ppo_clip import PpoClip as PpoClip
 from ramify.train.losses.sapo import Sapo as Sapo
@@ -106,22 +110,22 @@ from ramify.train.losses.total_loss import kl_estimate as kl_estimate
 from ramify.train.metrics import StepMetrics as StepMetrics
 from ramify.train.metrics import read_metrics as read_metrics
 from ramify.train.other_trainer_presets import with_preset as with_preset
-from ramify.train.placement.placement_spec import NodePool as NodePool
+from ramify.train.placement.placement_spec import NodePoolSpec as NodePoolSpec
 from ramify.train.placement.placement_spec import PlacementSpec as PlacementSpec
 from ramify.train.placement.placement_spec import RewardServiceSpec as RewardServiceSpec
 from ramify.train.placement.placement_spec import RoleSpec as RoleSpec
 from ramify.train.recipe import load_recipe as load_recipe
 from ramify.train.rollouts.group_queue import RolloutBatchSpec as RolloutBatchSpec
-from ramify.train.rollouts.rollouter import Rollouter as Rollouter
 from ramify.train.rollouts.rollouter import RolloutOptions as RolloutOptions
-from ramify.train.run_record import GroupRecords as GroupRecords
+from ramify.train.rollouts.rollouter import TaskRolloutRunner as TaskRolloutRunner
+from ramify.train.run_record import GroupOutcomeSummary as GroupOutcomeSummary
 from ramify.train.run_record import read_group_records as read_group_records
 from ramify.train.sft_training_data import demonstrate as demonstrate
 from ramify.train.signals.base import Judge as Judge
+from ramify.train.signals.base import JudgeModelCaller as JudgeModelCaller
 from ramify.train.signals.base import JudgeTurnView as JudgeTurnView
 from ramify.train.signals.base import JudgeVerdict as JudgeVerdict
 from ramify.train.signals.base import JudgeView as JudgeView
-from ramify.train.signals.base import ModelCaller as ModelCaller
 from ramify.train.signals.base import Signal as Signal
 from ramify.train.signals.base import SignalContext as SignalContext
 from ramify.train.signals.base import SignalScore as SignalScore
@@ -135,15 +139,15 @@ from ramify.train.signals.judge import ProcessRewardSignal as ProcessRewardSigna
 from ramify.train.signals.judge import StepJudge as StepJudge
 from ramify.train.signals.outcome import FormatSignal as FormatSignal
 from ramify.train.signals.outcome import OutcomeSignal as OutcomeSignal
-from ramify.train.signals.outcome import ToolUseSignal as ToolUseSignal
+from ramify.train.signals.outcome import ToolErrorSignal as ToolErrorSignal
 from ramify.train.signals.signal_composition import Hybrid as Hybrid
 from ramify.train.signals.signal_term import AnnealSchedule as AnnealSchedule
 from ramify.train.signals.signal_term import HybridTerm as HybridTerm
 from ramify.train.signals.teacher import TeacherSignal as TeacherSignal
 from ramify.train.trackers.base import Tracker as Tracker
 from ramify.train.trackers.base import TrackerRunInfo as TrackerRunInfo
-from ramify.train.training_guard import TrainingGuard as TrainingGuard
-from ramify.types.agent_outcome import AgentOutcome as AgentOutcome
+from ramify.train.training_guard import TrainingGuardSpec as TrainingGuardSpec
+from ramify.types.agent_outcome import AgentExitReason as AgentExitReason
 from ramify.types.training_sequences import Batch as Batch
 from ramify.types.training_sequences import TokenSequence as TokenSequence
 from ramify.types.trajectory import Group as Group

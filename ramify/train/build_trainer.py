@@ -2,7 +2,7 @@
 
 Resources are opened in the right order and closed in reverse.
 
-    LoadedRunParts ─ machines ─ services ─ engines ─ rollout workers ─ trained models ─ stages
+    PreparedTrainingRun ─ machines ─ services ─ engines ─ rollout workers ─ trained models ─ stages
         ─> Trainer
 
 One exit stack closes the resources in reverse. Each part is opened after the parts that it calls.
@@ -29,19 +29,19 @@ from ramify.progress import report_progress
 from ramify.store.folder_store import Store
 from ramify.store.reply_cache import ModelReplyCache
 from ramify.tasks.base import items_of
-from ramify.tasks.mixture import MixtureTask
+from ramify.tasks.mixture import TaskMixture
 from ramify.train.advantages.base import needs_of
 from ramify.train.call_depth_models import OwnCallsAlgorithm, temperature_by_call
 from ramify.train.config import to_plain_data
 from ramify.train.engine_consistency_checks import EngineConsistencyChecks, TokenIdHashingClient
 from ramify.train.initial_policy import device_of, lora_adapter_spec, sharded_checkpoint_folder
 from ramify.train.learner import Learner, PolicyWeightTransfer, WeightPublisher
-from ramify.train.load_run_parts import LoadedRunParts
+from ramify.train.load_run_parts import PreparedTrainingRun
 from ramify.train.metrics import RolloutCpuMeter, StepMetrics
 from ramify.train.policy_evaluation import evaluate
 from ramify.train.preflight import first_prompt
-from ramify.train.rollouts.difficulty_pool import DifficultyPool
-from ramify.train.rollouts.rollouter import Rollouter
+from ramify.train.rollouts.difficulty_pool import NoSignalItemFilter
+from ramify.train.rollouts.rollouter import TaskRolloutRunner
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.sft_training_data import num_demo_items
 from ramify.train.signals.judge_calls import POLICY
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from ramify.inference.http.http_engines import HttpEngineClient
     from ramify.models.load import Policy
-    from ramify.train.backends.base import Backend, TrainedModel
+    from ramify.train.backends.base import Backend, TrainableModel
 
 _log = ComponentLogger("train")
 _SWITCH_S = 5e-4
@@ -71,7 +71,7 @@ a fifth longer."""
 
 @contextlib.asynccontextmanager
 async def opened_trainer(
-    parts: LoadedRunParts,
+    parts: PreparedTrainingRun,
     out: Path,
     checkpoint: Path | None = None,
     *,
@@ -116,7 +116,7 @@ async def opened_trainer(
         watch = StallWatchdog(
             out, parts.run.stall_s, others=getattr(trained, "stack_traces", None), on_stall=on_stall
         )
-        wiring = LearnerResources(
+        wiring = LearnerContext(
             record,
             WatchedTrainingThread(watch),
             first_prompt(
@@ -158,10 +158,10 @@ def _interpreter_for_training() -> Iterator[None]:
 
 
 def _make_recorder(
-    parts: LoadedRunParts,
+    parts: PreparedTrainingRun,
     rollouts: RolloutResources,
     out: Path,
-    trained: TrainedModel,
+    trained: TrainableModel,
     listener: Callable[[StepMetrics], None] | None,
 ) -> TrainingRunRecorder:
     """Create the recorder that writes a training run's files and each step's extra metrics."""
@@ -190,7 +190,7 @@ def _make_recorder(
     )
 
 
-def _evaluator(parts: LoadedRunParts, rollouts: RolloutResources) -> PolicyEvaluationPlan:
+def _evaluator(parts: PreparedTrainingRun, rollouts: RolloutResources) -> PolicyEvaluationPlan:
     run = parts.run
     if not run.can_be_evaluated:
         return PolicyEvaluationPlan(None, keep=run.evaluate.keep)
@@ -201,7 +201,7 @@ def _evaluator(parts: LoadedRunParts, rollouts: RolloutResources) -> PolicyEvalu
     )
 
 
-class LearnerResources(NamedTuple):
+class LearnerContext(NamedTuple):
     """What a learner needs from its training run, such as the run's recorder and training thread.
 
     The recorder and the thread are shared by all learners of the run. The names are those of the
@@ -219,11 +219,11 @@ class LearnerResources(NamedTuple):
 
 
 def _learner(
-    parts: LoadedRunParts,
+    parts: PreparedTrainingRun,
     audited: TokenIdHashingClient,
     weights: PolicyWeightTransfer,
-    trained: TrainedModel,
-    wiring: LearnerResources,
+    trained: TrainableModel,
+    wiring: LearnerContext,
     source: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
 ) -> Learner:
     """Build the learner that trains one policy.
@@ -253,11 +253,11 @@ def _learner(
 
 
 def _other_learners(
-    parts: LoadedRunParts,
+    parts: PreparedTrainingRun,
     rollouts: RolloutResources,
     out: Path,
     main: PolicyWeightTransfer,
-    wiring: LearnerResources,
+    wiring: LearnerContext,
     models: contextlib.AsyncExitStack,
 ) -> Iterator[Learner]:
     """Build the learners of the additional policies in ``Run.policies``.
@@ -281,7 +281,9 @@ def _control_ids(policy: Policy) -> set[int]:
     return {id for id, token in added.items() if token.special} - {*policy.renderer.stop_ids}
 
 
-def model_to_train(parts: LoadedRunParts, out: Path, hosts: Launcher | None = None) -> TrainedModel:
+def model_to_train(
+    parts: PreparedTrainingRun, out: Path, hosts: Launcher | None = None
+) -> TrainableModel:
     """Create the model that the training run updates.
 
     It is either the policy object of this process, or a copy that is sharded over several
@@ -289,7 +291,7 @@ def model_to_train(parts: LoadedRunParts, out: Path, hosts: Launcher | None = No
     """
     run = parts.run
     if parts.kind.is_here:
-        local: TrainedModel = parts.kind(parts.policy, parts.compute, out)
+        local: TrainableModel = parts.kind(parts.policy, parts.compute, out)
         return local
     folder = sharded_checkpoint_folder(run)
     source = folder if folder is not None else parts.policy.model.state_dict()
@@ -299,7 +301,7 @@ def model_to_train(parts: LoadedRunParts, out: Path, hosts: Launcher | None = No
     placed: dict[str, Any] = {} if hosts is None else {"hosts": hosts}
     if parts.policy.device.type == "meta":
         placed["device"] = device_of(run)
-    sharded: TrainedModel = parts.kind(
+    sharded: TrainableModel = parts.kind(
         parts.policy,
         parts.compute,
         out,
@@ -311,7 +313,7 @@ def model_to_train(parts: LoadedRunParts, out: Path, hosts: Launcher | None = No
     return sharded
 
 
-def _backend(parts: LoadedRunParts, trained: TrainedModel, stage: TrainingStage) -> Backend:
+def _backend(parts: PreparedTrainingRun, trained: TrainableModel, stage: TrainingStage) -> Backend:
     """Return the training backend for a stage, including a critic if the stage needs one."""
     if not stage.critic:
         return trained.backend(stage.optim)
@@ -328,7 +330,10 @@ def _backend(parts: LoadedRunParts, trained: TrainedModel, stage: TrainingStage)
 
 
 def _rl_stages(
-    parts: LoadedRunParts, rollouts: RolloutResources, out: Path, teachers: TeacherModels | None
+    parts: PreparedTrainingRun,
+    rollouts: RolloutResources,
+    out: Path,
+    teachers: TeacherModels | None,
 ) -> Iterator[RlStage]:
     """Yield the run's reinforcement-learning stage, if it has one.
 
@@ -338,7 +343,7 @@ def _rl_stages(
     if rl is None:
         return
     signals = _signals(parts, rollouts, teachers) if isinstance(rl.algorithm, Hybrid) else None
-    rollouter = Rollouter(
+    rollouter = TaskRolloutRunner(
         rollouts.rlm,
         parts.task,
         rl.rollout,
@@ -349,11 +354,11 @@ def _rl_stages(
     )
     pool = None
     if rl.sample.settled_share is not None:
-        pool = DifficultyPool(
+        pool = NoSignalItemFilter(
             rl.sample.settled_share,
             out,
             seed=run.seed,
-            has_parts=isinstance(parts.task, MixtureTask),
+            has_parts=isinstance(parts.task, TaskMixture),
         )
     names = {POLICY: rollouts.client.name}
     names |= {name: client.name for name, (client, _) in rollouts.others.items()}
@@ -372,10 +377,10 @@ def _rl_stages(
 
 
 def teachers_of(
-    parts: LoadedRunParts,
+    parts: PreparedTrainingRun,
     rollouts: RolloutResources,
     out: Path,
-    trained: TrainedModel,
+    trained: TrainableModel,
     weights: PolicyWeightTransfer,
 ) -> TeacherModels | None:
     """Return the teacher models with which training signals score rollouts.
@@ -415,7 +420,7 @@ def teachers_of(
 
 
 def _signals(
-    parts: LoadedRunParts, rollouts: RolloutResources, teachers: TeacherModels | None
+    parts: PreparedTrainingRun, rollouts: RolloutResources, teachers: TeacherModels | None
 ) -> TrainingSignalSet:
     """Return the training signals that rollouts provide in addition to the reward."""
     rl = parts.run.rl

@@ -29,8 +29,8 @@ from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.prompt_scaffold import Scaffold, scaffold_of
 from ramify.engine.resources import DepthOptions
-from ramify.errors import ConfigError, LimitReached, ModelError, Refused
-from ramify.train.advantages.base import StepAdvantages
+from ramify.errors import ConfigError, LimitReached, ModelError, RequestRefusedError
+from ramify.train.advantages.base import OptimizerStepAdvantages
 from ramify.train.config_redaction import check_none_or_positive
 from ramify.train.signals.judge_calls import BUDGET, POLICY, JudgeRequestReservation
 from ramify.types.message import Reply, Usage
@@ -59,8 +59,8 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Scaffold of the sessions at this depth; None for the run's scaffold. It must have the same
     protocol and stop strings as the run's scaffold, and the root cannot have its own."""
     tools: tuple[str, ...] | None = None
-    """Names of the task's tools (``TaskStart.tools``) that sessions at this depth can use; None:
-    all."""
+    """Names of the task's tools (``RolloutInitialState.tools``) that sessions at this depth can
+    use; None: all."""
 
     def __post_init__(self) -> None:
         if not self.model.strip():
@@ -251,7 +251,7 @@ class ModelsByCallDepth:
     async def ask_frozen_model(self, client: Client, request: Request) -> Reply:
         """Send one request to a frozen model, within the budgets of the step and of the run.
 
-        Raises Refused if a budget is exhausted, and ModelError if the request fails.
+        Raises RequestRefusedError if a budget is exhausted, and ModelError if the request fails.
         """
         budget = JudgeRequestReservation(client, request, self._step, self._run)
         self._counts[f"frozen/{client.name}/calls"] += 1
@@ -259,7 +259,7 @@ class ModelsByCallDepth:
             return await self._pool.ask(client, request, budget)
         except LimitReached as reached:
             self._counts[f"frozen/{client.name}/refused"] += 1
-            raise Refused(
+            raise RequestRefusedError(
                 f"{client.name}: {reached} (the budget of the frozen models: frozen.step_cost, "
                 "run_cost, step_calls, run_calls)"
             ) from None
@@ -387,9 +387,9 @@ class OwnCallsAlgorithm(msgspec.Struct, frozen=True):
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         own = mask_other_calls(groups, self.model)
-        assigned: StepAdvantages = self.outcome.assign_advantages(
+        assigned: OptimizerStepAdvantages = self.outcome.assign_advantages(
             own, weights, every_token=every_token
         )
         return assigned

@@ -50,7 +50,7 @@ _OLD = ".old.tmp"
 SCHEMA_VERSION = 1
 
 
-class TrainingProgress(msgspec.Struct, kw_only=True):
+class CheckpointedProgress(msgspec.Struct, kw_only=True):
     """The progress of a training run, stored in each checkpoint as plain data."""
 
     step: int
@@ -118,7 +118,7 @@ class CheckpointStore:
         self._keep_best = keep_best
         self._background: BackgroundThread | None = None
 
-    def save(self, state: TrainingProgress, parts: Mapping[str, Write]) -> Path:
+    def save(self, state: CheckpointedProgress, parts: Mapping[str, Write]) -> Path:
         """Write a checkpoint of the training run and return its path.
 
         ``parts`` maps each file or folder name in the checkpoint to a function that writes it. If
@@ -300,7 +300,7 @@ class BackgroundThread:
             self._error = error
 
 
-def read_state(checkpoint: Path) -> TrainingProgress:
+def read_state(checkpoint: Path) -> CheckpointedProgress:
     """Read the training progress stored in a checkpoint.
 
     Fields that an older version wrote get their present names. Raises StoreError if the folder is
@@ -341,10 +341,10 @@ def _instead_of(checkpoint: Path) -> str:
     )
 
 
-def _read_progress(checkpoint: Path) -> TrainingProgress:
+def _read_progress(checkpoint: Path) -> CheckpointedProgress:
     path = checkpoint / _STATE
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=TrainingProgress)
+        state = msgspec.json.decode(path.read_bytes(), type=CheckpointedProgress)
     except (OSError, msgspec.DecodeError) as error:
         raise StoreError(
             f"{checkpoint} is not a checkpoint: {error}; {_instead_of(checkpoint)}"

@@ -40,7 +40,7 @@ from ramify.tasks.base import DATA_SUFFIXES
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.sft import SFT
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec
 from ramify.train.call_depth_models import DepthSpec, FrozenModelBudget, check_depths
 from ramify.train.config_overrides import Choices
 from ramify.train.config_redaction import check_bounds, check_none_or_positive, redact_config
@@ -60,7 +60,7 @@ from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.judge_calls import BUDGET
 from ramify.train.signals.signal_composition import Hybrid
 from ramify.train.signals.signal_runner import build_signals
-from ramify.train.training_guard import TrainingGuard
+from ramify.train.training_guard import TrainingGuardSpec
 
 STALL_S = 1800.0
 """Default of ``Run.stall_s``: the longest time in seconds without progress."""
@@ -440,8 +440,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Where the sessions of rollouts and evaluations run: the spec of a provider."""
     evaluate: EvaluateSpec = EvaluateSpec()
     schedule: Schedule = Schedule()
-    guard: TrainingGuard = TrainingGuard()
-    compute: ComputeSpec = ComputeSpec()
+    guard: TrainingGuardSpec = TrainingGuardSpec()
+    compute: TrainerComputeSpec = TrainerComputeSpec()
     """How the trainer computes: its backend, ranks, precision and batch size."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers that receive the metrics in addition to ``metrics.jsonl``: names in

@@ -13,7 +13,7 @@ numbers that are silently wrong, the costliest bugs in this field.
     weights       compiling and packing neither lost nor doubled any loss weight
 
 If a check fails, the run ends with an error that names the check. A step whose advantages are all
-zero is not an error; the algorithm reports the reason (``StepAdvantages.no_signal``).
+zero is not an error; the algorithm reports the reason (``OptimizerStepAdvantages.no_signal``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 
 from ramify.clients.base import PromptRenderer, Request, Sampling
 from ramify.errors import TrainError
-from ramify.inference.base import EngineLost, InferenceClient
+from ramify.inference.base import EngineLost, UpdatableInferenceClient
 from ramify.progress import heartbeat
 from ramify.train.backends.base import Backend
 from ramify.train.data.pack import pack
@@ -82,7 +82,7 @@ class TokenIdHashingClient:
     Clients of rollout workers record ids too, and the workers send their hashes to the run.
     """
 
-    def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
+    def __init__(self, client: UpdatableInferenceClient, max_token_staleness: int = 0) -> None:
         """Create a client that records hashes and sends all requests to ``client``.
 
         Hashes are kept for the latest ``max_token_staleness + 1`` windows, and
@@ -207,7 +207,7 @@ class EngineConsistencyChecks:
 
     async def _check_engine(
         self,
-        engine: InferenceClient,
+        engine: UpdatableInferenceClient,
         ours: str,
         some: Mapping[str, Tensor],
         backend: Backend,
@@ -238,7 +238,7 @@ class EngineConsistencyChecks:
                 engine, CanaryLogprobs(path, tuple(scores), some, self.seen.client.version)
             )
 
-    def _check_moved(self, engine: InferenceClient, now: CanaryLogprobs) -> None:
+    def _check_moved(self, engine: UpdatableInferenceClient, now: CanaryLogprobs) -> None:
         """Raise TrainError if the engine's log-probabilities did not change although its weights
         did.
 
@@ -277,7 +277,7 @@ class EngineConsistencyChecks:
 
     def _compare(
         self,
-        engine: InferenceClient,
+        engine: UpdatableInferenceClient,
         theirs_T: Floats64,
         ours_T: Floats64,
         what: str,
@@ -304,7 +304,7 @@ class EngineConsistencyChecks:
                 f"gives {theirs_T[at]:.5f} and the trainer {ours_T[at]:.5f}{hint}"
             )
 
-    def _engine_description(self, engine: InferenceClient) -> str:
+    def _engine_description(self, engine: UpdatableInferenceClient) -> str:
         last = (
             "none was checked before"
             if self.good_version is None
@@ -372,13 +372,13 @@ class EngineConsistencyChecks:
         return ours_T
 
 
-def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
+def engines_of(client: UpdatableInferenceClient) -> Sequence[UpdatableInferenceClient]:
     """Return the individual engines behind ``client``, for checks that each engine must pass.
 
     If ``client`` is itself an engine, only that engine is returned. The list is empty if all
     engines are currently lost.
     """
-    engines: Sequence[InferenceClient] | None = getattr(client, "engines", None)
+    engines: Sequence[UpdatableInferenceClient] | None = getattr(client, "engines", None)
     return [client] if engines is None else engines
 
 

@@ -24,8 +24,8 @@ from ramify.train.backends import launch
 from ramify.train.build_trainer import opened_trainer
 from ramify.train.checkpoint import (
     FOLDER,
+    CheckpointedProgress,
     CheckpointStore,
-    TrainingProgress,
     hold_run_lock,
     read_state,
 )
@@ -66,7 +66,7 @@ def train(
     resume: str | Path | None = None,
     listener: Callable[[StepMetrics], None] | None = None,
     on_stall: Callable[[str], None] | None = None,
-) -> TrainingProgress:
+) -> CheckpointedProgress:
     """Train ``run`` in the folder ``out``, from the beginning or from a checkpoint.
 
     Returns the final state.
@@ -120,7 +120,7 @@ def _train(
     listener: Callable[[StepMetrics], None] | None,
     on_stall: Callable[[str], None] | None,
     log: FileLogHandler,
-) -> TrainingProgress:
+) -> CheckpointedProgress:
     """Check the run and train it in this process.
 
     The caller holds the lock of the run's folder.
@@ -149,7 +149,7 @@ def _train(
 
     trainers: list[Trainer] = []
 
-    async def execute() -> TrainingProgress:
+    async def execute() -> CheckpointedProgress:
         with report_progress("preparing", note="task, demonstrations and policy"):
             parts = assemble(resolved)
         report_policy_defaults(resolved.given, run, resumed=checkpoint is not None)
@@ -178,8 +178,8 @@ def _train(
 
 
 def _in_new_loop(
-    work: Coroutine[Any, Any, TrainingProgress], stop: Callable[[], bool]
-) -> TrainingProgress:
+    work: Coroutine[Any, Any, CheckpointedProgress], stop: Callable[[], bool]
+) -> CheckpointedProgress:
     """Run a coroutine to completion in a new event loop, even if this thread already runs a loop.
 
     If this thread already runs a loop, as in a notebook, use a new thread. In the latter case an
@@ -192,7 +192,7 @@ def _in_new_loop(
         return asyncio.run(work)
     begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
 
-    async def begin() -> TrainingProgress:
+    async def begin() -> CheckpointedProgress:
         begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
         return await work
 

@@ -2,7 +2,7 @@
 
 Each kind of fault has one small function.
 
-    values of a step, history of its stage  ──>  Finding("divergence", "one update moved …: …")
+    values of a step, history of its stage  ─> TrainingFault("divergence", "one update moved …: …")
 
 A finding names a cause and the option to change, in one sentence. Since single steps are noisy, a
 fault is only reported if it shows in ``num_steps`` consecutive steps. Values are compared with
@@ -82,7 +82,7 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             check_bounds("guard.alarms", above=1, length=self.length)
 
 
-class Finding(NamedTuple):
+class TrainingFault(NamedTuple):
     """A fault that was detected in a run, and a sentence that states its cause and remedy."""
 
     name: str
@@ -94,7 +94,7 @@ class Finding(NamedTuple):
     """Whether a rollback to an earlier policy with a smaller learning rate may fix the fault."""
 
 
-class StageStepHistory(NamedTuple):
+class StageMetricHistory(NamedTuple):
     """Values from earlier steps of the training stage, with which the current step is compared."""
 
     first: Values
@@ -126,7 +126,7 @@ _BENIGN = ("solved", "no_error", "no_tool_was_used", "no_demonstration", "reject
 class _FindingRule(NamedTuple):
     """A rule that detects one kind of fault in a training step."""
 
-    says: Callable[[Values, StageStepHistory, float], str]
+    says: Callable[[Values, StageMetricHistory, float], str]
     """A function that returns the finding's sentence, or an empty string if the step does not show
     the fault."""
     needs: tuple[str, ...]
@@ -142,8 +142,8 @@ _FINDING_RULES: dict[str, _FindingRule] = {}
 
 
 def step_findings(
-    values: Values, history: StageStepHistory, alarms: CollapseAlarms
-) -> Iterator[tuple[str, Finding | None]]:
+    values: Values, history: StageMetricHistory, alarms: CollapseAlarms
+) -> Iterator[tuple[str, TrainingFault | None]]:
     """Check a step for every kind of fault whose metrics are available.
 
     Yields the name of each kind together with the finding, or with None if ``values`` do not show
@@ -154,7 +154,7 @@ def step_findings(
         if limit is None or any(need not in values for need in rule.needs):
             continue
         text = rule.says(values, history, limit)
-        finding = Finding(name, text, rule.num_steps, rule.is_curable) if text else None
+        finding = TrainingFault(name, text, rule.num_steps, rule.is_curable) if text else None
         yield name, finding
 
 
@@ -176,7 +176,7 @@ _OTHER_METRICS = {
 }
 """Metrics behind the findings of evaluations and behind the limits that a user sets."""
 
-_Says = Callable[[Values, StageStepHistory, float], str]
+_Says = Callable[[Values, StageMetricHistory, float], str]
 
 
 def _finding(
@@ -190,7 +190,7 @@ def _finding(
 
 
 @_finding("failing_score", "score_errors", "scored_answers", limit="failed")
-def _failing_score(values: Values, history: StageStepHistory, limit: float) -> str:
+def _failing_score(values: Values, history: StageMetricHistory, limit: float) -> str:
     failed, scored = values["score_errors"], values["scored_answers"]
     if not is_mostly_unscored(failed, scored, limit):
         return ""
@@ -210,7 +210,7 @@ def is_mostly_unscored(failed: float, scored: float, limit: float | None) -> boo
 
 
 @_finding("failed_rollouts", "failed_share", limit="failed")
-def _failed(values: Values, history: StageStepHistory, limit: float) -> str:
+def _failed(values: Values, history: StageMetricHistory, limit: float) -> str:
     share = values["failed_share"]
     is_score = is_mostly_unscored(
         values.get("score_errors", 0.0), values.get("scored_answers", 0.0), limit
@@ -224,7 +224,7 @@ def _failed(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("wrong_sign", "advantage_reward_corr", num_steps=2)
-def _wrong_sign(values: Values, history: StageStepHistory, limit: float) -> str:
+def _wrong_sign(values: Values, history: StageMetricHistory, limit: float) -> str:
     now = values["advantage_reward_corr"]
     if now > _WRONG_SIGN:
         return ""
@@ -235,7 +235,7 @@ def _wrong_sign(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("divergence", "post_kl", limit="kl", is_curable=True)
-def _divergence(values: Values, history: StageStepHistory, limit: float) -> str:
+def _divergence(values: Values, history: StageMetricHistory, limit: float) -> str:
     if values["post_kl"] < limit:
         return ""
     return (
@@ -246,7 +246,7 @@ def _divergence(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("stale_engine", "staleness_max", num_steps=2)
-def _stale(values: Values, history: StageStepHistory, limit: float) -> str:
+def _stale(values: Values, history: StageMetricHistory, limit: float) -> str:
     age, allowed = values["staleness_max"], values.get("staleness_allowed", math.inf)
     if age <= allowed:
         return ""
@@ -257,7 +257,7 @@ def _stale(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("sampler_mismatch", "mismatch_kl", limit="mismatch_kl", num_steps=2)
-def _mismatch(values: Values, history: StageStepHistory, limit: float) -> str:
+def _mismatch(values: Values, history: StageMetricHistory, limit: float) -> str:
     if values["mismatch_kl"] < limit:
         return ""
     return (
@@ -268,7 +268,7 @@ def _mismatch(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("wrong_template", "control_tokens", num_steps=2)
-def _template(values: Values, history: StageStepHistory, limit: float) -> str:
+def _template(values: Values, history: StageMetricHistory, limit: float) -> str:
     share = values["control_tokens"]
     if share < _CONTROL:
         return ""
@@ -280,7 +280,7 @@ def _template(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("endless_replies", "cut_replies", limit="truncated", num_steps=2)
-def _no_end(values: Values, history: StageStepHistory, limit: float) -> str:
+def _no_end(values: Values, history: StageMetricHistory, limit: float) -> str:
     share = values["cut_replies"]
     # A policy that ended its replies at first has forgotten it: see truncation_spiral.
     if share < limit or history.first.get("cut_replies", 1.0) < limit:
@@ -293,7 +293,7 @@ def _no_end(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("dead_children", "dead_children", limit="truncated", num_steps=2)
-def _children(values: Values, history: StageStepHistory, limit: float) -> str:
+def _children(values: Values, history: StageMetricHistory, limit: float) -> str:
     share, num = values["dead_children"], values["num_children"]
     if share < limit or num < _MIN_CHILDREN:
         return ""
@@ -304,7 +304,7 @@ def _children(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("judges_abstain", limit="abstained", num_steps=2)
-def _abstain(values: Values, history: StageStepHistory, limit: float) -> str:
+def _abstain(values: Values, history: StageMetricHistory, limit: float) -> str:
     for name in [key.removesuffix("/read") for key in values if key.endswith("/read")]:
         start = f"{name}/abstained/"
         reasons = {
@@ -324,7 +324,7 @@ def _abstain(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("length_hacking", "reward_length_corr", limit="length_corr")
-def _by_length(values: Values, history: StageStepHistory, limit: float) -> str:
+def _by_length(values: Values, history: StageMetricHistory, limit: float) -> str:
     last = [*history.recent.get("reward_length_corr", []), values["reward_length_corr"]]
     if len(last) <= RECENT or min(last) < limit:
         return ""
@@ -336,7 +336,7 @@ def _by_length(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("constant_reward", "reward_min", "reward_max", limit="zero_variance", num_steps=2)
-def _constant(values: Values, history: StageStepHistory, limit: float) -> str:
+def _constant(values: Values, history: StageMetricHistory, limit: float) -> str:
     value = values["reward_max"]
     if value > values["reward_min"] or value == 0 or value >= RIGHT:
         return ""
@@ -350,7 +350,7 @@ _SAME = ("zero_variance", "solve_all", "solve_none", "reward_min", "reward_max")
 
 
 @_finding("too_easy", *_SAME, limit="zero_variance", num_steps=2)
-def _too_easy(values: Values, history: StageStepHistory, limit: float) -> str:
+def _too_easy(values: Values, history: StageMetricHistory, limit: float) -> str:
     if values["zero_variance"] < limit or values["solve_all"] < limit:
         return ""
     return (
@@ -360,7 +360,7 @@ def _too_easy(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("too_hard", *_SAME, limit="zero_variance", num_steps=2)
-def _too_hard(values: Values, history: StageStepHistory, limit: float) -> str:
+def _too_hard(values: Values, history: StageMetricHistory, limit: float) -> str:
     if values["zero_variance"] < limit or values["solve_none"] < limit or values["reward_max"] > 0:
         return ""
     return (
@@ -370,7 +370,7 @@ def _too_hard(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("no_variance", *_SAME, limit="zero_variance", num_steps=2)
-def _no_variance(values: Values, history: StageStepHistory, limit: float) -> str:
+def _no_variance(values: Values, history: StageMetricHistory, limit: float) -> str:
     is_constant = values["reward_max"] == values["reward_min"]
     if values["zero_variance"] < limit or is_constant or values["solve_all"] >= limit:
         return ""
@@ -382,7 +382,7 @@ def _no_variance(values: Values, history: StageStepHistory, limit: float) -> str
 
 
 @_finding("failing_cells", "cell_errors", limit="truncated", num_steps=2)
-def _cells(values: Values, history: StageStepHistory, limit: float) -> str:
+def _cells(values: Values, history: StageMetricHistory, limit: float) -> str:
     share = values["cell_errors"]
     if share < limit or history.first.get("cell_errors", 1.0) < limit:
         return ""
@@ -394,7 +394,7 @@ def _cells(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("entropy_collapse", "entropy", limit="entropy", is_curable=True)
-def _entropy(values: Values, history: StageStepHistory, limit: float) -> str:
+def _entropy(values: Values, history: StageMetricHistory, limit: float) -> str:
     now, before = values["entropy"], history.first.get("entropy", 0.0)
     if before <= 0 or now > limit * before:
         return ""
@@ -407,7 +407,7 @@ def _entropy(values: Values, history: StageStepHistory, limit: float) -> str:
 @_finding(
     "truncation_spiral", "truncated_rollouts", limit="truncated", num_steps=2, is_curable=True
 )
-def _spiral(values: Values, history: StageStepHistory, limit: float) -> str:
+def _spiral(values: Values, history: StageMetricHistory, limit: float) -> str:
     now, before = values["truncated_rollouts"], history.first.get("truncated_rollouts", 1.0)
     if now < limit or before > now / 2:
         return ""
@@ -418,7 +418,7 @@ def _spiral(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("length", "length_mean", limit="length", is_curable=True)
-def _length(values: Values, history: StageStepHistory, limit: float) -> str:
+def _length(values: Values, history: StageMetricHistory, limit: float) -> str:
     now, before = values["length_mean"], history.first.get("length_mean", 0.0)
     if before <= 0 or 1 / limit < now / before < limit:
         return ""
@@ -429,7 +429,7 @@ def _length(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("falling_reward", "reward", limit="reward", num_steps=2, is_curable=True)
-def _falling(values: Values, history: StageStepHistory, limit: float) -> str:
+def _falling(values: Values, history: StageMetricHistory, limit: float) -> str:
     now, peak = values["reward"], history.first.get("peak_reward")
     noise = _STANDARD_ERRORS * history.first.get("peak_error", 0.0)
     if peak is None or peak - now < max(noise, limit * abs(peak)) or peak == now:
@@ -441,7 +441,7 @@ def _falling(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 @_finding("clipped", "clip_fraction", limit="clipped", is_curable=True)
-def _clipped(values: Values, history: StageStepHistory, limit: float) -> str:
+def _clipped(values: Values, history: StageMetricHistory, limit: float) -> str:
     if values["clip_fraction"] < limit:
         return ""
     return (
@@ -485,7 +485,7 @@ different."""
 
 def evaluation_findings(
     now: ValidationScore, best: ValidationScore | None, alarms: CollapseAlarms
-) -> Iterator[Finding]:
+) -> Iterator[TrainingFault]:
     """Yield the findings of an evaluation, such as a falling validation reward.
 
     Another finding is a training reward at odds with the validation reward. ``best`` is the earlier
@@ -496,7 +496,7 @@ def evaluation_findings(
     # An interval without width is that of a single item, which proves nothing.
     if trained is not None and trained * now.reward < 0 and abs(trained) > noise:
         if now.low < now.high and not now.low <= 0 <= now.high:
-            yield Finding(
+            yield TrainingFault(
                 "negated_reward",
                 f"rollouts are rewarded with {trained:.3g} on average, and the same policy's "
                 f"validation reward is {now.reward:.3g}: the training reward has the wrong sign; "
@@ -505,14 +505,14 @@ def evaluation_findings(
     elif best is not None and _has_fallen(now, best, alarms.reward):
         fell = f"the validation reward fell from {best.reward:.3g} to {now.reward:.3g}"
         if trained is not None and before is not None and trained - before > noise:
-            yield Finding(
+            yield TrainingFault(
                 "negated_reward",
                 f"{fell}, while the training reward rose from {before:.3g} to "
                 f"{trained:.3g}: the two rewards disagree; check the task's score on training "
                 "items",
             )
         else:
-            yield Finding(
+            yield TrainingFault(
                 "falling_validation",
                 f"{fell}: lower rl.optim.lr, or go back to the best checkpoint "
                 "(guard.then=rollback)",

@@ -32,8 +32,8 @@ from ramify.errors import ConfigError, RamifyError, StoreError
 from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
 from ramify.secret_redaction import redact_likely_secrets
-from ramify.tasks.base import Item, TaskStart, items_of, task_of
-from ramify.train.checkpoint import FOLDER, TrainingProgress, read_state
+from ramify.tasks.base import Item, RolloutInitialState, items_of, task_of
+from ramify.train.checkpoint import FOLDER, CheckpointedProgress, read_state
 from ramify.train.config import Run
 from ramify.train.config_redaction import redact_config
 from ramify.train.lineage import LINEAGE
@@ -50,7 +50,7 @@ _STAGES = ("warmup", "sft", "rl")
 _log = ComponentLogger("train")
 
 
-class PublicationResult(NamedTuple):
+class PublishedPolicy(NamedTuple):
     """Where a policy was published: a folder, a hub repository and experiment trackers.
 
     Example:
@@ -73,7 +73,7 @@ def publish(
     base: str = "",
     private: bool = False,
     trackers: Sequence[str] = (),
-) -> PublicationResult:
+) -> PublishedPolicy:
     """Publish the policy of ``run_folder`` to ``dest``, which is a folder or ``hf://OWNER/NAME``.
 
     ``licence`` is the licence's identifier on the hub, such as ``apache-2.0``. ``base`` is the hub
@@ -107,7 +107,7 @@ def publish(
     finally:
         if repository:
             shutil.rmtree(folder, ignore_errors=True)
-    return PublicationResult(folder, url, sent)
+    return PublishedPolicy(folder, url, sent)
 
 
 def _check_run(source: Path) -> None:
@@ -123,7 +123,7 @@ def _check_run(source: Path) -> None:
             raise ConfigError(f"{source} is a part of a run: give the run's folder, {shown}")
 
 
-def _read_trained_policy(source: Path) -> tuple[FinalPolicyInfo, TrainingProgress, Run]:
+def _read_trained_policy(source: Path) -> tuple[FinalPolicyInfo, CheckpointedProgress, Run]:
     """Read which policy the run in ``source`` trained, and the run's state and configuration.
 
     Raises ConfigError if the run has not trained a policy.
@@ -145,7 +145,7 @@ def _write(
     folder: Path,
     source: Path,
     kept: FinalPolicyInfo,
-    state: TrainingProgress,
+    state: CheckpointedProgress,
     run: Run,
     licence: str,
     base: str,
@@ -363,8 +363,8 @@ def _asking_nobody(run: Run) -> RLM:
     return RLM(nobody, limits=run.limits, scaffold=scaffold_of(run.scaffold))
 
 
-def _task_start(item: Item) -> TaskStart:
-    return TaskStart(context=item.context, messages=item.messages)
+def _task_start(item: Item) -> RolloutInitialState:
+    return RolloutInitialState(context=item.context, messages=item.messages)
 
 
 def _describe_policy(ways: UsedAnswerModes) -> str:

@@ -31,7 +31,7 @@ from ramify.train.config import PolicySpec, Run
 from ramify.train.policy_dependent_defaults import scratch_model_config, suggested_vocabulary_size
 from ramify.train.preflight import policy_path
 from ramify.train.sft_training_data import DemonstrationSet, tokenise_demonstrations
-from ramify.trained_policy_settings import TrainedPolicySettings
+from ramify.trained_policy_settings import PolicyTrainingSettings
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def policy_of(
     return policy
 
 
-def trained_policy_settings(run: Run, policy: Policy, *, direct: bool) -> TrainedPolicySettings:
+def trained_policy_settings(run: Run, policy: Policy, *, direct: bool) -> PolicyTrainingSettings:
     """Return the settings to save with a policy, so that it is used in the same way as in training.
 
     These are its scaffold, its task, the limits that differ from the defaults, and ``direct``:
@@ -136,7 +136,7 @@ def trained_policy_settings(run: Run, policy: Policy, *, direct: bool) -> Traine
     }
     named = run.scaffold if run.scaffold in SCAFFOLDS.ours else None
     is_from_scratch = policy.card.is_from_scratch
-    return TrainedPolicySettings(
+    return PolicyTrainingSettings(
         named,
         **own,
         direct=direct,

@@ -65,9 +65,9 @@ if TYPE_CHECKING:
 
     from ramify.inference.http.http_engines import HttpEngineClient
     from ramify.inference.local.local_client import LocalClient
-    from ramify.inference.weight_sync.base import LazyWeight
+    from ramify.inference.weight_sync.base import LazyExportWeight
     from ramify.models.load import Policy
-    from ramify.train.backends.base import TrainedModel
+    from ramify.train.backends.base import TrainableModel
 
     Weights = Iterable[tuple[str, Tensor]]
 
@@ -498,7 +498,7 @@ class PolicyWeightTransfer:
         trained: Policy,
         serving: Policy,
         client: LocalClient | HttpEngineClient,
-        model: TrainedModel,
+        model: TrainableModel,
     ) -> None:
         """Connect the trained weights with the engines that use them.
 
@@ -581,7 +581,7 @@ class PolicyWeightTransfer:
             self._lazy_weights(), self._trained.version
         )
 
-    def _lazy_weights(self) -> list[LazyWeight]:
+    def _lazy_weights(self) -> list[LazyExportWeight]:
         from ramify.inference.weight_sync.base import to_checkpoint_names, to_lazy_weight
 
         given = [

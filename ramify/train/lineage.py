@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.checkpoint import TrainingProgress
+from ramify.train.checkpoint import CheckpointedProgress
 from ramify.train.config import Run, TaskSpec, to_plain_data
 from ramify.train.config_redaction import is_redacted, redacted_keys
 from ramify.train.metrics import JsonlRecordFile
@@ -109,7 +109,7 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange
     ]
 
 
-def check_changes(state: TrainingProgress, now: Mapping[str, Any]) -> None:
+def check_changes(state: CheckpointedProgress, now: Mapping[str, Any]) -> None:
     """Raise ConfigError if ``now`` changes a configuration field that must match the checkpoint.
 
     The error names the first such field and the reason.
@@ -125,7 +125,7 @@ def check_changes(state: TrainingProgress, now: Mapping[str, Any]) -> None:
             )
 
 
-def with_same_demonstrations(run: Run, state: TrainingProgress) -> Run:
+def with_same_demonstrations(run: Run, state: CheckpointedProgress) -> Run:
     """Return a copy of ``run`` that uses the same demonstrations as its checkpoint.
 
     If the task has changed, demonstrations still come from the task recorded in the checkpoint.
@@ -159,7 +159,7 @@ def differences(was: Any, now: Any, name: str = "") -> Iterator[ConfigChange]:
         yield ConfigChange(name, was, now)
 
 
-def _refusal(state: TrainingProgress, change: ConfigChange) -> str:
+def _refusal(state: CheckpointedProgress, change: ConfigChange) -> str:
     """Return the reason why a field cannot change at this checkpoint, or an empty string if it
     can."""
     if change.field.startswith("policies."):
@@ -168,7 +168,7 @@ def _refusal(state: TrainingProgress, change: ConfigChange) -> str:
     return next(reasons, "") or _stage_refusal(state, change)
 
 
-def _policy_refusal(state: TrainingProgress, field: str) -> str:
+def _policy_refusal(state: CheckpointedProgress, field: str) -> str:
     """Return the reason why a field of an additional policy cannot change, or an empty string if it
     can.
 
@@ -188,12 +188,12 @@ def _policy_refusal(state: TrainingProgress, field: str) -> str:
     return _WEIGHTS if rest[0] == "policy" else ""
 
 
-def _other_policies(state: TrainingProgress) -> Mapping[str, Any]:
+def _other_policies(state: CheckpointedProgress) -> Mapping[str, Any]:
     others: Mapping[str, Any] = state.config.get("policies") or {}
     return others
 
 
-def _stage_refusal(state: TrainingProgress, change: ConfigChange) -> str:
+def _stage_refusal(state: CheckpointedProgress, change: ConfigChange) -> str:
     stages = [name for name in STAGES if state.config.get(name) is not None]
     begun = stages[: state.stage + 1]
     stage = change.field.partition(".")[0]

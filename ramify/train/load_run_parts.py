@@ -2,7 +2,8 @@
 
 Cheap checks come first, so that mistakes are found before time is spent.
 
-    ResolvedTrainingRun ─ device ─ placement ─ precision ─ demonstrations ─ policy ─> LoadedRunParts
+    ResolvedTrainingRun ─ device ─ placement ─ precision ─ demonstrations ─ policy
+        ─> PreparedTrainingRun
 
 No process is started and nothing is written. Checks that need no tensor library are in
 ``resolve_run.py``, the policy is created in ``initial_policy.py``, and ``build_trainer.py`` starts
@@ -24,7 +25,7 @@ from ramify.engine.prompt_scaffold import Scaffold
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.tasks.base import Task
-from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
+from ramify.train.backends.base import BACKENDS, OptimizerSpec, TrainerComputeSpec, has_bf16
 from ramify.train.config import Run, to_plain_data
 from ramify.train.data.sft_row_cache import ROWS_FILE, key_of, read_rows, write_rows
 from ramify.train.initial_policy import (
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class LoadedRunParts:
+class PreparedTrainingRun:
     """All parts of a run, loaded and checked so that the run can start."""
 
     run: Run
@@ -79,8 +80,8 @@ class LoadedRunParts:
     engines: InferenceSpec | None
     """Engines outside this process; None: the engine is in this process."""
     kind: Any
-    """Class of the trained model, which implements ``TrainedModel``."""
-    compute: ComputeSpec
+    """Class of the trained model, which implements ``TrainableModel``."""
+    compute: TrainerComputeSpec
     """Compute settings of the backend, in which the precision is already chosen."""
     precision: RunNumericPrecision
     task: Task
@@ -93,7 +94,7 @@ class LoadedRunParts:
     """Token sequences for the supervised stages that precede reinforcement learning."""
     fixed: Sequence[TrainingStage]
     """The training stages without rollouts."""
-    others: Mapping[str, LoadedRunParts] = dataclasses.field(default_factory=dict)
+    others: Mapping[str, PreparedTrainingRun] = dataclasses.field(default_factory=dict)
     """Maps the name of each additional policy to its parts. Their ``run`` is a copy of this run
     with that policy and its optimizer."""
 
@@ -145,7 +146,7 @@ class LoadedRunParts:
         check_weights(self.serving.model, read_weights(folder), str(folder))
 
 
-def assemble(resolved: ResolvedTrainingRun) -> LoadedRunParts:
+def assemble(resolved: ResolvedTrainingRun) -> PreparedTrainingRun:
     """Load and check all parts of a run, so that the run can start.
 
     Raises ConfigError for mistakes in the recipe that can only be found with a tensor library or
@@ -194,7 +195,7 @@ def assemble(resolved: ResolvedTrainingRun) -> LoadedRunParts:
         rows = sft_rows(run.sft, demonstrations, policy, scaffold, task.weights)
     rows = rows or []
     fixed = _fixed_stages(run, policy, rows)
-    parts = LoadedRunParts(
+    parts = PreparedTrainingRun(
         run,
         placement_slots,
         engines,
@@ -246,7 +247,7 @@ def _rows_key(run: Run) -> str:
     return key_of([chosen, sft["task"] or config["task"], config["seed"], config["scaffold"]])
 
 
-def _other_parts(parts: LoadedRunParts, name: str) -> LoadedRunParts:
+def _other_parts(parts: PreparedTrainingRun, name: str) -> PreparedTrainingRun:
     """Return the parts of the run that are loaded for one of its additional policies.
 
     ``name`` is its name in ``Run.policies``, and ``parts`` belongs to the main policy.

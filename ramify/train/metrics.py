@@ -69,7 +69,7 @@ from ramify.inference.local.step_timings import EngineStepTotals
 from ramify.step_time_accounting import StepPartTimes
 from ramify.tasks.base import total
 from ramify.tasks.mixture import item_part_name
-from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
+from ramify.types.agent_outcome import AGENT_RECORD, AgentExitReason
 from ramify.types.trajectory import Call, Group, RolloutGroupOutcome, Trajectory
 
 
@@ -417,12 +417,14 @@ def _of_agents(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, flo
     Returns an empty dict if no agent ran a rollout.
     """
     ends = Counter(
-        AgentOutcome(record["outcome"])
+        AgentExitReason(record["outcome"])
         for tree in trajectories
         if (record := tree.metadata.get(AGENT_RECORD)) is not None
     )
     return {
-        f"{prefix}agent/{end}": float(ends[end]) for end in AgentOutcome if ends and end.is_failure
+        f"{prefix}agent/{end}": float(ends[end])
+        for end in AgentExitReason
+        if ends and end.is_failure
     }
 
 

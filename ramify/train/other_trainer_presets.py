@@ -37,13 +37,14 @@ from ramify.train.named_objectives import (
 )
 
 
-class PresetObjective(msgspec.Struct, frozen=True):
+class ForeignTrainerObjective(msgspec.Struct, frozen=True):
     """Another trainer's variant of a training objective, expressed in Ramify's options."""
 
     name: str
     """Name of the objective in the other trainer's configuration."""
     algorithm: Options
-    """The estimator, and options that differ from those of ``TrainerPreset.each_algorithm``."""
+    """The estimator, and options that differ from those of
+    ``ExternalTrainerPreset.each_algorithm``."""
     policy: Options
     """The policy loss."""
     loss: Options = {}
@@ -51,7 +52,7 @@ class PresetObjective(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-class TrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
+class ExternalTrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
     """The defaults of another trainer, expressed in Ramify's options."""
 
     trainer: str
@@ -68,7 +69,7 @@ class TrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
     """Options for individual policy losses, by name of the loss."""
     loss: Options = {}
     """Other options of ``rl.loss``."""
-    objectives: Mapping[str, PresetObjective]
+    objectives: Mapping[str, ForeignTrainerObjective]
     """Map the name of each objective that the trainer offers to the trainer's form of it."""
     optim: Options
     """Options of ``rl.optim``."""
@@ -82,12 +83,12 @@ class TrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PRESETS = PluginRegistry("preset", "ramify.presets", {})
-"""Map the name of each preset to its ``TrainerPreset``."""
+"""Map the name of each preset to its ``ExternalTrainerPreset``."""
 ALIASES = {"prime_rl": "prime", "prime-rl": "prime"}
 """Map other names, in lower case, to the names of presets."""
 
 
-class PresetObjectBuilder(msgspec.Struct, frozen=True):
+class NamedConfigBuilder(msgspec.Struct, frozen=True):
     """Builds configuration objects by name, using the options that a preset sets for each name.
 
     An example of a name is ``gspo``, for a policy loss.
@@ -110,7 +111,7 @@ class PresetObjectBuilder(msgspec.Struct, frozen=True):
         return self.registry.build({"name": value, **options})
 
 
-def preset_named(name: str) -> TrainerPreset:
+def preset_named(name: str) -> ExternalTrainerPreset:
     """Return the preset with the given name, or the one at a location ``module:name`` or
     ``file.py:name``.
 
@@ -118,7 +119,7 @@ def preset_named(name: str) -> TrainerPreset:
     """
     found = name if is_object_location(name) else ALIASES.get(name.lower(), name.lower())
     preset = PRESETS.resolve(found)
-    if not isinstance(preset, TrainerPreset):
+    if not isinstance(preset, ExternalTrainerPreset):
         raise ConfigError(f"preset '{name}' is not a Preset of ramify.train.other_trainer_presets")
     return preset
 
@@ -138,10 +139,10 @@ def override_choices(name: str | None) -> Choices:
     }
 
 
-def _builders_by_field(preset: TrainerPreset) -> dict[str, PresetObjectBuilder]:
+def _builders_by_field(preset: ExternalTrainerPreset) -> dict[str, NamedConfigBuilder]:
     return {
-        "rl.algorithm": PresetObjectBuilder(ALGORITHMS, preset.each_algorithm, preset.algorithms),
-        "rl.loss.policy": PresetObjectBuilder(POLICY_LOSSES, {}, preset.policies),
+        "rl.algorithm": NamedConfigBuilder(ALGORITHMS, preset.each_algorithm, preset.algorithms),
+        "rl.loss.policy": NamedConfigBuilder(POLICY_LOSSES, {}, preset.policies),
     }
 
 

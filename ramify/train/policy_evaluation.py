@@ -19,12 +19,12 @@ from ramify.engine.rlm import RLM
 from ramify.evaluate.statistics import MeanEstimate, mean_with_interval, share_with_interval
 from ramify.logging import ComponentLogger
 from ramify.tasks.base import Item, Task, items_of, total
-from ramify.tasks.mixture import MixtureTask
+from ramify.tasks.mixture import TaskMixture
 from ramify.tasks.text_env import REJECTED
 from ramify.train.config import Run
 from ramify.train.metrics import mixture_metrics, passes
 from ramify.train.placement.rollout_workers import RolloutWorkers
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.train.rollouts.rollouter import RolloutOptions, TaskRolloutRunner
 from ramify.types.trajectory import Group, Trajectory
 
 _log = ComponentLogger("train")
@@ -46,13 +46,13 @@ async def evaluate(
         group=spec.attempts,
         temperature=spec.temperature,
     )
-    rollouter = Rollouter(rlm, task, options, seed=run.seed, rollout_worker=workers)
+    rollouter = TaskRolloutRunner(rlm, task, options, seed=run.seed, rollout_worker=workers)
     split_items = items_of(task, split)
     num = spec.num if split != "validation" or spec.validation is None else spec.validation
     items = [split_items[index] for index in range(min(num, len(split_items)))]
     groups = await rollouter.groups(items, -1, f"evaluating {split}")
     values = report(split, items, groups, task.weights, max_failed=spec.max_failed)
-    if isinstance(task, MixtureTask) and f"{split}/reward" in values:
+    if isinstance(task, TaskMixture) and f"{split}/reward" in values:
         by_part = mixture_metrics(groups, task.weights)
         named = {part: f"task.{part}/reward" for part in task.tasks}
         values |= {

@@ -30,7 +30,7 @@ from ramify.models.model_config_files import (
 from ramify.sandbox.base import check_provider, open_sandbox
 from ramify.tasks.base import ENDLESS, Item, Task, items_of
 from ramify.tasks.data import rows_of
-from ramify.tasks.mixture import MixtureTask
+from ramify.tasks.mixture import TaskMixture
 from ramify.tasks.validation import validate
 from ramify.train.advantages.base import needs_of
 from ramify.train.advantages.by_task import PerTaskAlgorithm
@@ -193,7 +193,7 @@ def check_first_items(run: Run, task: Task) -> None:
     This reports faults of its environment, its servers or its ``begin`` function before a policy is
     loaded. No model is called.
     """
-    if isinstance(task, MixtureTask):
+    if isinstance(task, TaskMixture):
         for part in task.tasks.values():
             check_first_items(run, part)
         return
@@ -241,7 +241,7 @@ def check_splits_and_answers(run: Run, task: Task) -> None:
         text = skipped if run.task.validate else f"{skipped} (task.validate=false)"
         _log.warning("task_not_checked", text, shown=True, task=run.task.name)
     if run.rl is not None and isinstance(run.rl.algorithm, PerTaskAlgorithm):
-        if not isinstance(task, MixtureTask):
+        if not isinstance(task, TaskMixture):
             raise ConfigError(
                 f"rl.algorithm=by_task has an algorithm for each task of a mixture, but "
                 f"'{run.task.name}' is one task: set task.name=mixture, or choose one algorithm"
@@ -253,7 +253,7 @@ def check_splits_and_answers(run: Run, task: Task) -> None:
         run.rl is not None
         and run.rl.sample.settled_share is not None
         and len(items_of(task, "train")) >= ENDLESS
-        and not isinstance(task, MixtureTask)
+        and not isinstance(task, TaskMixture)
     ):
         _log.issue_python_warning(
             f"rl.sample.settled_share={run.rl.sample.settled_share:g} has no effect: "

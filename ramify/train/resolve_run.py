@@ -5,7 +5,7 @@ No tensor library is loaded.
     recipe.py          a file, a preset, an objective, overrides  ──> Run
     resolve            types ─ trackers ─ names and files ─ task  mistakes are found, cheapest first
                        ─ defaults of the policy ─ checkpoint      ──> ResolvedTrainingRun
-    load_run_parts.py  device ─ placement ─ precision ─ policy    ──> LoadedRunParts
+    load_run_parts.py  device ─ placement ─ precision ─ policy    ──> PreparedTrainingRun
     build_trainer.py           machines ─ engines ─ stages        ──> Trainer
 
 This module decides the order of the checks. The checks themselves are in ``preflight.py``, and the

@@ -9,7 +9,7 @@ This module also keeps the counts and the clocks of a run, and decides which lin
 a run goes back to a checkpoint. A run starts at the first training item that no
 demonstration used, and each group takes the next item. A group's number therefore occurs exactly
 once, either in ``groups.jsonl`` or in the checkpoint's list of groups that had begun
-(``TrainingProgress.pending``). ``read_group_records`` checks this. ``trainer.py`` decides when
+(``CheckpointedProgress.pending``). ``read_group_records`` checks this. ``trainer.py`` decides when
 something is written, and ``metrics.py`` defines the lines.
 """
 
@@ -28,7 +28,7 @@ from ramify.errors import ConfigError
 from ramify.log_handlers import RUN_LOG
 from ramify.logging import ComponentLogger
 from ramify.step_time_accounting import StepTimeAccount
-from ramify.train.checkpoint import FOLDER, CheckpointStore, TrainingProgress, Write, read_state
+from ramify.train.checkpoint import FOLDER, CheckpointedProgress, CheckpointStore, Write, read_state
 from ramify.train.config import Schedule
 from ramify.train.data.sft_data import append_trajectories
 from ramify.train.lineage import LINEAGE, STAGES, LineageEntry, changes
@@ -117,7 +117,7 @@ class TrainingRunRecorder:
         self.out = out
         self.schedule = schedule or Schedule()
         self.checkpoints = CheckpointStore(out, self.schedule.keep_last, self.schedule.keep_best)
-        self.state = TrainingProgress(step=0, next_item=first_item, config=dict(config or {}))
+        self.state = CheckpointedProgress(step=0, next_item=first_item, config=dict(config or {}))
         self._listener = listener
         self._measures = measures
         self._meter = meter
@@ -399,7 +399,7 @@ class TrainingRunRecorder:
         self.state.cpu_s = time.process_time() - self._cpu_since
 
 
-class GroupRecords(msgspec.Struct, frozen=True):
+class GroupOutcomeSummary(msgspec.Struct, frozen=True):
     """A summary of the outcomes of all rollout groups in a run.
 
     It shows whether any group was lost or repeated.
@@ -420,7 +420,7 @@ class GroupRecords(msgspec.Struct, frozen=True):
         return not self.duplicated and not self.missing
 
 
-def read_group_records(folder: Path) -> GroupRecords:
+def read_group_records(folder: Path) -> GroupOutcomeSummary:
     """Summarise the outcomes of all rollout groups up to the last checkpoint of the run in
     ``folder``.
 
@@ -436,11 +436,11 @@ def read_group_records(folder: Path) -> GroupRecords:
             raise ConfigError(
                 f"{folder} does not hold a run: give the folder passed to `ramify train` as --out"
             )
-        return GroupRecords({}, [], [], [])
+        return GroupOutcomeSummary({}, [], [], [])
     state = read_state(checkpoint)
     records = [record for record in GROUPS.read(folder) if record.step <= state.step]
     times = Counter([*(record.number for record in records), *state.pending])
-    return GroupRecords(
+    return GroupOutcomeSummary(
         dict(Counter(record.outcome for record in records)),
         list(state.pending),
         sorted(number for number, num in times.items() if num > 1),

@@ -26,11 +26,11 @@ import msgspec
 from ramify.errors import ConfigError, TrainError
 from ramify.step_time_accounting import WallAndCpuTimer
 from ramify.tasks.base import Task, items_of
-from ramify.tasks.mixture import MixtureTask
+from ramify.tasks.mixture import TaskMixture
 from ramify.train.advantages.base import (
     Algorithm,
+    OptimizerStepAdvantages,
     RolloutAdvantages,
-    StepAdvantages,
     finish_advantages,
     needs_of,
     with_reduction,
@@ -43,9 +43,9 @@ from ramify.train.data.sft_data import induction_warmup_sequences, rows_by_step
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import RolloutGroupRecord, group_record, mixture_metrics, rollout_metrics
 from ramify.train.policy_dependent_defaults import usual_warmup
-from ramify.train.rollouts.difficulty_pool import DifficultyPool
+from ramify.train.rollouts.difficulty_pool import NoSignalItemFilter
 from ramify.train.rollouts.group_queue import RolloutGroupQueue, StepRolloutGroups
-from ramify.train.rollouts.rollouter import Rollouter, RootModeCounts, next_items
+from ramify.train.rollouts.rollouter import RootModeCounts, TaskRolloutRunner, next_items
 from ramify.train.sampling_metrics import (
     advantage_reward_correlation,
     probe_sequences,
@@ -227,7 +227,7 @@ class TrainingStage(Protocol):
         ...
 
 
-class FixedDataStage(ABC):
+class OfflineDataStage(ABC):
     """Base class of stages whose data exists before training.
 
     These stages compute nothing before learning and keep no state.
@@ -280,7 +280,7 @@ class FixedDataStage(ABC):
         return contextlib.nullcontext()
 
 
-class RandomStringWarmUpStage(FixedDataStage):
+class RandomStringWarmUpStage(OfflineDataStage):
     """A warm-up stage on repeated random strings that teaches a model to copy text (induction).
 
     ``sft_data.induction`` makes the strings.
@@ -303,7 +303,7 @@ class RandomStringWarmUpStage(FixedDataStage):
         return StepData([Minibatch(rows, None)], {})
 
 
-class SftStage(FixedDataStage):
+class SftStage(OfflineDataStage):
     """The stage of supervised fine-tuning on tokenized examples.
 
     ``rows_by_step`` decides their order.
@@ -350,12 +350,12 @@ class RlStage:
         spec: RlSpec,
         algorithm: Algorithm,
         task: Task,
-        rollouts: Rollouter,
+        rollouts: TaskRolloutRunner,
         *,
         temperature: float | Callable[[Call], float] | None = None,
         signals: TrainingSignalSet | None = None,
         others: Mapping[str, RlStage] | None = None,
-        pool: DifficultyPool | None = None,
+        pool: NoSignalItemFilter | None = None,
     ) -> None:
         """Create a stage of reinforcement learning for one policy.
 
@@ -416,7 +416,7 @@ class RlStage:
                 pool=self._pool,
             )
             stack.push_async_callback(queue.close)
-            yield RolloutDataSource(self, queue, reader)
+            yield RolloutGroupSource(self, queue, reader)
 
     async def count_planned_root_modes(self, next_item: int) -> RootModeCounts | None:
         return await self._rollouts.count_planned_modes(next_items(self._items, next_item))
@@ -440,7 +440,7 @@ class RlStage:
         metrics = {**data.metrics, **taken.metrics, **_rollout_metrics(groups)}
         metrics |= rollout_sampling_metrics(groups, self._task.weights)
         metrics |= rollout_metrics(groups, self._task.weights)
-        if isinstance(self._task, MixtureTask):
+        if isinstance(self._task, TaskMixture):
             metrics = mixture_metrics(groups, self._task.weights) | metrics
         is_recorded = isinstance(self._task, RecordedTrafficTask)
         allowed = self.num_steps if is_recorded else self._sample.max_token_staleness
@@ -505,7 +505,7 @@ class RlStage:
         algorithm = with_saved_state(self._algorithm, self.memory)
         return algorithm if reader is None else reader.with_step_scores(algorithm)
 
-    def _minibatches(self, assigned: StepAdvantages) -> list[Minibatch]:
+    def _minibatches(self, assigned: OptimizerStepAdvantages) -> list[Minibatch]:
         """Divide the rollouts of a step into minibatches of about the same size.
 
         Rollouts are dealt out in turn, so that each minibatch has some of every group. The loss
@@ -520,7 +520,7 @@ class RlStage:
             ]
 
 
-class RolloutDataSource:
+class RolloutGroupSource:
     """The source of training data for ``RlStage``.
 
     A step's data is ready when its groups of rollouts are complete.

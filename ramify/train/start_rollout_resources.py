@@ -1,7 +1,7 @@
 """Start the resources that rollouts need: processes on other machines, services, engines and
 rollout workers.
 
-    LoadedRunParts ── placed machines ─ services ─ engines ─ rollout workers ──> RolloutResources
+    PreparedTrainingRun ─ placed machines ─ services ─ engines ─ rollout workers ─> RolloutResources
 
 This module decides the order in which these parts start, and what each process receives. All of
 them are closed by the caller's exit stack. The trainer is started in ``build_trainer.py``.
@@ -21,7 +21,7 @@ from ramify.actors.launcher import Launcher, LocalLauncher, register_cleanup
 from ramify.engine.rlm import RLM
 from ramify.train.call_depth_models import ModelsByCallDepth
 from ramify.train.engine_consistency_checks import TokenIdHashingClient
-from ramify.train.load_run_parts import LoadedRunParts
+from ramify.train.load_run_parts import PreparedTrainingRun
 from ramify.train.metrics import last_step_metrics
 from ramify.train.placement.reward_services import RewardServices
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
@@ -54,7 +54,7 @@ class RolloutResources:
 
 
 async def reserve_machines(
-    parts: LoadedRunParts, out: Path, stack: contextlib.AsyncExitStack
+    parts: PreparedTrainingRun, out: Path, stack: contextlib.AsyncExitStack
 ) -> Launcher | None:
     """Reserve machines for the run's processes, and start the run's services.
 
@@ -76,7 +76,7 @@ async def reserve_machines(
 
 
 async def open_rollouts(
-    parts: LoadedRunParts, out: Path, hosts: Launcher | None, stack: contextlib.AsyncExitStack
+    parts: PreparedTrainingRun, out: Path, hosts: Launcher | None, stack: contextlib.AsyncExitStack
 ) -> RolloutResources:
     """Start the engines and the rollout workers, and return the resources that rollouts need.
 
@@ -111,7 +111,7 @@ async def open_rollouts(
 
 
 async def _start_engines(
-    parts: LoadedRunParts,
+    parts: PreparedTrainingRun,
     folder: Path,
     hosts: Launcher | None,
     stack: contextlib.AsyncExitStack,
@@ -133,7 +133,7 @@ async def _start_engines(
     )
 
 
-def _choose_key(parts: LoadedRunParts) -> None:
+def _choose_key(parts: PreparedTrainingRun) -> None:
     """Create a random API key for the engines that the run starts, unless the user has set one.
 
     It is set in the environment before other processes start, so that they inherit it.
@@ -142,7 +142,7 @@ def _choose_key(parts: LoadedRunParts) -> None:
         os.environ.setdefault(parts.engines.key_variable, secrets.token_urlsafe(24))
 
 
-def client_of(parts: LoadedRunParts) -> LocalClient | HttpEngineClient:
+def client_of(parts: PreparedTrainingRun) -> LocalClient | HttpEngineClient:
     """Return the client for the in-process engine, or for engines in other processes.
 
     Engines in other processes are not started here.
@@ -170,7 +170,7 @@ def client_of(parts: LoadedRunParts) -> LocalClient | HttpEngineClient:
     return client
 
 
-def _make_launcher(parts: LoadedRunParts) -> Launcher | None:
+def _make_launcher(parts: PreparedTrainingRun) -> Launcher | None:
     """Return the launcher for processes on other machines, or None if the run has none.
 
     Raises ConfigError if the requested machines are not available.
@@ -200,7 +200,7 @@ def _make_launcher(parts: LoadedRunParts) -> Launcher | None:
 
 
 def _make_rollout_workers(
-    parts: LoadedRunParts,
+    parts: PreparedTrainingRun,
     client: LocalClient | HttpEngineClient,
     audited: TokenIdHashingClient,
     out: Path,
@@ -231,7 +231,7 @@ def _make_rollout_workers(
 
 
 def _worker_spec(
-    parts: LoadedRunParts, client: HttpEngineClient, checkpoint: Path
+    parts: PreparedTrainingRun, client: HttpEngineClient, checkpoint: Path
 ) -> RolloutWorkerSpec:
     """Return the part of the run's configuration that rollout workers need."""
     run = parts.run

@@ -33,9 +33,9 @@ import msgspec
 from ramify.errors import ConfigError, RamifyError, StoreError
 from ramify.store.folder_store import Store
 from ramify.store.traffic_policy_identity import read_identity
-from ramify.tasks.base import Item, LazySequence, Score, Task, TaskStart
+from ramify.tasks.base import Item, LazySequence, RolloutInitialState, Score, Task
 from ramify.tasks.batch_scoring import is_scored_by_step
-from ramify.train.advantages.base import StepAdvantages, TokenCredit
+from ramify.train.advantages.base import OptimizerStepAdvantages, TokenCredit
 from ramify.types.message import VersionSpan
 from ramify.types.recorded_traffic import (
     NEXT_MESSAGE,
@@ -93,8 +93,8 @@ class RecordedTrafficTask:
         groups = _ReplyGroups(len(self.replies), group)
         self.splits: Mapping[str, Sequence[Item]] = {**task.splits, "train": groups}
 
-    async def prepare(self, item: Item) -> TaskStart:
-        return TaskStart() if is_recorded(item) else await self._task.prepare(item)
+    async def prepare(self, item: Item) -> RolloutInitialState:
+        return RolloutInitialState() if is_recorded(item) else await self._task.prepare(item)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         return self._task.score(item, trajectory)
@@ -153,7 +153,7 @@ class _ReplyGroups(LazySequence[Item]):
         return Item(id=f"traffic/{index}", metadata={"replies": replies})
 
 
-def mask_redacted_tokens(assigned: StepAdvantages) -> None:
+def mask_redacted_tokens(assigned: OptimizerStepAdvantages) -> None:
     """Set the loss weight of redacted tokens to 0, in place.
 
     The loss denominators stay the same, so that the weight of other tokens does not depend on how

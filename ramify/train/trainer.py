@@ -30,7 +30,7 @@ from ramify.errors import StoreError
 from ramify.logging import ComponentLogger
 from ramify.progress import on_heartbeat, report_progress, subscribe
 from ramify.step_time_accounting import WallAndCpuTimer
-from ramify.train.checkpoint import TrainingProgress, Write, read_state
+from ramify.train.checkpoint import CheckpointedProgress, Write, read_state
 from ramify.train.learner import Learner
 from ramify.train.metrics import Diagnosis
 from ramify.train.policy_learners import Learners
@@ -39,7 +39,7 @@ from ramify.train.score_failure_counts import ScoreFailureCounts
 from ramify.train.stages import RolloutsFailed, StageDataSource, StepData, TrainingStage
 from ramify.train.stall_watchdog import StallError, StoppedBySignal
 from ramify.train.training_guard import (
-    TrainingGuard,
+    TrainingGuardSpec,
     TrainingGuardVerdict,
     check_evaluation,
     check_step,
@@ -74,7 +74,7 @@ class Trainer:
         stages: Sequence[TrainingStage],
         evaluation: PolicyEvaluationPlan,
         *,
-        guard: TrainingGuard | None = None,
+        guard: TrainingGuardSpec | None = None,
     ) -> None:
         """Create a trainer of the policies in ``learners``, which runs the given training stages.
 
@@ -84,7 +84,7 @@ class Trainer:
         self._learners = Learners(learners, record)
         self._stages = stages
         self._evaluation = evaluation
-        self._guard = guard or TrainingGuard()
+        self._guard = guard or TrainingGuardSpec()
         self._source: StageDataSource | None = None
         self._rollback = ""
         """Why the stage must return to its best checkpoint. Empty if it need not."""
@@ -92,7 +92,7 @@ class Trainer:
         self._watch = self._thread.watch
 
     @property
-    def state(self) -> TrainingProgress:
+    def state(self) -> CheckpointedProgress:
         return self.record.state
 
     # --- the run
@@ -105,7 +105,7 @@ class Trainer:
         """
         self._watch.end_waits(by)
 
-    async def run(self, resume: Path | None = None) -> TrainingProgress:
+    async def run(self, resume: Path | None = None) -> CheckpointedProgress:
         """Train to the end of the run, starting from the checkpoint ``resume`` if one is given.
 
         Returns the run's final state.
@@ -132,7 +132,7 @@ class Trainer:
         with contextlib.suppress(StoreError):
             self.record.checkpoints.wait_for_write()
 
-    async def _run(self, resume: Path | None) -> TrainingProgress:
+    async def _run(self, resume: Path | None) -> CheckpointedProgress:
         if resume is not None:
             await self._thread.run(self.state.step + 1, self._restore, resume)
             await self._learners.publish_resumed()

@@ -33,8 +33,8 @@ from ramify.train.findings import (
     RECENT,
     WATCHED,
     CollapseAlarms,
-    Finding,
-    StageStepHistory,
+    StageMetricHistory,
+    TrainingFault,
     ValidationScore,
     evaluation_findings,
     is_mostly_unscored,
@@ -50,10 +50,10 @@ _AFTER_DIVERGENCE = 5
 """Steps after a divergence in which its consequences are not reported."""
 
 
-class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TrainingGuardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options for how to react to detected faults and when to end a rollout stage early.
 
-    >>> train.TrainingGuard(then="rollback").rollback_lr
+    >>> train.TrainingGuardSpec(then="rollback").rollback_lr
     0.5
     """
 
@@ -137,7 +137,7 @@ class TrainingGuardVerdict(msgspec.Struct):
     """
 
     metrics: dict[str, float]
-    found: list[Finding] = []
+    found: list[TrainingFault] = []
     """Findings that begin with this step."""
     stop: str = ""
     """Why the stage ends; empty if it continues."""
@@ -163,7 +163,7 @@ def note_initial_score(memory: TrainingGuardState, values: Mapping[str, float]) 
 
 
 def check_evaluation(
-    guard: TrainingGuard, memory: TrainingGuardState, values: Mapping[str, float]
+    guard: TrainingGuardSpec, memory: TrainingGuardState, values: Mapping[str, float]
 ) -> TrainingGuardVerdict:
     """Check the metrics of an evaluation on the validation split, update ``memory``, and return the
     verdict."""
@@ -186,7 +186,7 @@ def check_evaluation(
 
 def _of_evaluation(
     alarms: CollapseAlarms, memory: TrainingGuardState, values: Mapping[str, float]
-) -> list[Finding]:
+) -> list[TrainingFault]:
     trained = next(reversed(memory.recent.get("reward", [])), None)
     error = next(reversed(memory.recent.get("reward_error", [])), 0.0)
     score = ValidationScore.from_metrics(values, trained, error)
@@ -199,7 +199,7 @@ def _of_evaluation(
 
 
 def check_step(
-    guard: TrainingGuard, memory: TrainingGuardState, values: Mapping[str, float]
+    guard: TrainingGuardSpec, memory: TrainingGuardState, values: Mapping[str, float]
 ) -> TrainingGuardVerdict:
     """Check the metrics of every policy after a training step, update ``memory``, and return the
     verdict.
@@ -224,12 +224,12 @@ def check_step(
 
 
 def _after_step(
-    guard: TrainingGuard, memory: TrainingGuardState, values: Mapping[str, float]
+    guard: TrainingGuardSpec, memory: TrainingGuardState, values: Mapping[str, float]
 ) -> TrainingGuardVerdict:
     """Check the metrics of one policy after a step, update the policy's state in ``memory``, and
     return the verdict."""
     verdict = TrainingGuardVerdict({}, [])
-    history = StageStepHistory(_baseline_metrics(memory), memory.recent)
+    history = StageMetricHistory(_baseline_metrics(memory), memory.recent)
     is_seen = False
     for name, finding in step_findings(values, history, guard.alarms):
         is_seen |= finding is not None
@@ -248,7 +248,7 @@ def _after_step(
     _update_baseline(guard.alarms, memory, values, is_seen=is_seen)
     violated = dict(_violated_limits(guard, values))
     new = [
-        Finding(name, why, is_curable=True)
+        TrainingFault(name, why, is_curable=True)
         for name, why in violated.items()
         if name not in memory.on
     ]
@@ -265,7 +265,7 @@ def _after_step(
 
 
 def _check_scores(
-    guard: TrainingGuard,
+    guard: TrainingGuardSpec,
     memory: TrainingGuardState,
     values: Mapping[str, float],
     verdict: TrainingGuardVerdict,
@@ -308,7 +308,9 @@ def _note_divergence(memory: TrainingGuardState, verdict: TrainingGuardVerdict) 
         verdict.found = [each for each in verdict.found if each.name not in CONSEQUENCES]
 
 
-def _act(guard: TrainingGuard, memory: TrainingGuardState, verdict: TrainingGuardVerdict) -> None:
+def _act(
+    guard: TrainingGuardSpec, memory: TrainingGuardState, verdict: TrainingGuardVerdict
+) -> None:
     """Decide from the findings in ``verdict`` whether the run stops or rolls back."""
     if not verdict.found or guard.then in (None, "warn") or verdict.stop:
         return
@@ -321,7 +323,7 @@ def _act(guard: TrainingGuard, memory: TrainingGuardState, verdict: TrainingGuar
 
 
 def _violated_limits(
-    guard: TrainingGuard, values: Mapping[str, float]
+    guard: TrainingGuardSpec, values: Mapping[str, float]
 ) -> Iterator[tuple[str, str]]:
     """Yield the name of each guard limit that a training step violates, and an explanation."""
     kl = max((values[name] for name in ("approx_kl", "ref_kl") if name in values), default=0.0)

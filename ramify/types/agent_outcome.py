@@ -11,11 +11,11 @@ AGENT_RECORD = "agent"
 """Key in ``Trajectory.metadata`` under which a rollout records how its agent ended."""
 
 
-class AgentOutcome(enum.StrEnum):
+class AgentExitReason(enum.StrEnum):
     """How an external agent ended its work, for example normally, with a crash or at its time
     limit.
 
-    >>> train.AgentOutcome("hung") is train.AgentOutcome.HUNG
+    >>> train.AgentExitReason("hung") is train.AgentExitReason.HUNG
     True
     """
 
@@ -39,4 +39,4 @@ class AgentOutcome(enum.StrEnum):
 
         These are all outcomes except ``ENDED`` and ``CANCELLED``.
         """
-        return self not in (AgentOutcome.ENDED, AgentOutcome.CANCELLED)
+        return self not in (AgentExitReason.ENDED, AgentExitReason.CANCELLED)

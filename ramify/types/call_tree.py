@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ramify.types.event import (
-    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
@@ -26,6 +25,7 @@ from ramify.types.event import (
     ModeChosen,
     NoteAdded,
     ReplyReceived,
+    RequestAttemptFailed,
     RequestStarted,
     RunEnded,
     RunResumed,
@@ -37,7 +37,7 @@ from ramify.types.event import (
 )
 from ramify.types.message import Usage
 from ramify.types.run_call_node import RunCallNode
-from ramify.types.sibling_outliers import SiblingOutlierFinder
+from ramify.types.sibling_outliers import SiblingCallOutlierFinder
 from ramify.types.trajectory import Call, RunAnnotation, Trajectory, cut
 
 _ACTS = {
@@ -70,7 +70,7 @@ class CallTree:
         self.order: list[RunCallNode] = []
         self.at_s = 0.0
         """Time of the last event, in seconds since the run began."""
-        self.siblings = SiblingOutlierFinder()
+        self.siblings = SiblingCallOutlierFinder()
         self.marked: list[RunCallNode] = []
         """Calls that changed because of an event of another call. The code that displays the tree
         clears this list.
@@ -180,7 +180,7 @@ class CallTree:
         self.marked += nodes
         return nodes[0] if nodes else None
 
-    def _on_attempt_failed(self, event: AttemptFailed) -> RunCallNode:
+    def _on_attempt_failed(self, event: RequestAttemptFailed) -> RunCallNode:
         node = self.nodes[event.call]
         self._charge(node, event.usage, event.cost)
         add_failed_attempt(self.run_data, event)

@@ -8,7 +8,7 @@ the store uses it on a file.
 
     run   RunStarted  call*  RunEnded       calls of one run interleave
     call  CallStarted  turn*  CallEnded     RunResumed may follow the end, and then further turns
-    turn  RequestStarted  AttemptFailed*  ReplyReceived  CellRan*
+    turn  RequestStarted  RequestAttemptFailed*  ReplyReceived  CellRan*
 
 ``ScoreAdded`` may occur at any time, also long after the end.
 """
@@ -29,7 +29,7 @@ from ramify.types.trajectory import (
     CallSite,
     Cell,
     ContextRef,
-    NewCallReason,
+    NewAgentCallReason,
     RunAnnotation,
     Stop,
     Trajectory,
@@ -88,7 +88,7 @@ class CallStarted(Event, frozen=True, tag="CallStarted"):
     parent: CallSite | None = None
     fork: CallForkOrigin | None = None
     context: ContextRef | None = None
-    cause: NewCallReason | None = None
+    cause: NewAgentCallReason | None = None
     """Why an outside agent's request began this call. None for calls of the engine's own loop."""
 
 
@@ -113,15 +113,15 @@ class RequestStarted(Event, frozen=True, tag="Requested"):
 
 
 SENT_AGAIN = "in flight when the run was cut off; sent again"
-"""Error text of an ``AttemptFailed`` for a request that was in flight when its run was interrupted.
-The resumed run sent it again."""
+"""Error text of an ``RequestAttemptFailed`` for a request that was in flight when its run was
+interrupted. The resumed run sent it again."""
 
 
-class AttemptFailed(Event, frozen=True, tag="Attempted"):
+class RequestAttemptFailed(Event, frozen=True, tag="Attempted"):
     """An attempt to get a reply from a model failed.
 
     Example:
-        AttemptFailed(call="0", turn=2, error="429, rate limited", cost=0.0)
+        RequestAttemptFailed(call="0", turn=2, error="429, rate limited", cost=0.0)
     """
 
     call: str
@@ -311,7 +311,7 @@ AnyEvent = (
     RunStarted
     | CallStarted
     | RequestStarted
-    | AttemptFailed
+    | RequestAttemptFailed
     | ReplyReceived
     | CellRan
     | ToolAnswered
@@ -329,7 +329,7 @@ TASK = "task"
 """Name under which a task gives its scores."""
 
 
-def add_failed_attempt(trajectory: Trajectory, event: AttemptFailed) -> None:
+def add_failed_attempt(trajectory: Trajectory, event: RequestAttemptFailed) -> None:
     """Add the error of a failed attempt to get a model's reply to the errors of a run.
 
     An attempt that was not seen to fail, because its run ended first, is only a warning: it may
@@ -374,7 +374,7 @@ class TrajectoryBuilder:
                 self.trajectory.calls.append(call)
             case RequestStarted():
                 self._requests[event.call] = event
-            case AttemptFailed():
+            case RequestAttemptFailed():
                 self._charge(self._calls[event.call], event.usage, event.cost)
                 add_failed_attempt(self.trajectory, event)
             case ReplyReceived():

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ramify.lazy_pattern import lazy_pattern
-from ramify.types.sibling_question_diff import SiblingQuestions
+from ramify.types.sibling_question_diff import SiblingQuestionStore
 from ramify.types.trajectory import CallForkOrigin, CallSite, RunAnnotation, Stop, answer_text, cut
 
 MAX_NUMBER_CHARS = 40
@@ -103,7 +103,7 @@ class RunCallNode(msgspec.Struct, gc=False):
     call's lines back from it."""
     active_s: float = 0.0
     """Time of the call's latest activity: its start, its last reply or its last cell."""
-    siblings: SiblingQuestions | None = None
+    siblings: SiblingQuestionStore | None = None
     """Questions of all calls of this kind that were made by the same code cell, including this
     one. None for a root call.
     """

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ramify.types.run_call_node import RunCallNode, parse_number
-from ramify.types.sibling_question_diff import SiblingQuestions
+from ramify.types.sibling_question_diff import SiblingQuestionStore
 
 MIN_SIBLINGS = 4
 """Minimum number of siblings to compare. Fewer are compared only if they were asked the same
@@ -32,7 +32,7 @@ distribution.
 _NAMES = {"number": "a number", "text": "text", "list": "a list", "dict": "a dict"}
 
 
-class SiblingOutlierFinder:
+class SiblingCallOutlierFinder:
     """Finds outliers among the calls that one code cell made.
 
     Calls are collected while the cell runs and compared when it has run.
@@ -40,7 +40,7 @@ class SiblingOutlierFinder:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int, int], list[RunCallNode]] = {}
-        self._questions: dict[tuple[str, int, int, str], SiblingQuestions] = {}
+        self._questions: dict[tuple[str, int, int, str], SiblingQuestionStore] = {}
 
     def add(self, node: RunCallNode, question: str) -> list[RunCallNode]:
         """Add a call to the group of calls that the same cell made.
@@ -57,7 +57,7 @@ class SiblingOutlierFinder:
             group = self._groups[place] = []
         asked = self._questions.get((*place, node.kind))
         if asked is None:
-            asked = self._questions[*place, node.kind] = SiblingQuestions()
+            asked = self._questions[*place, node.kind] = SiblingQuestionStore()
         node.siblings, node.nth = asked, len(asked)
         changed = [each for each in group if each.kind == node.kind] if asked.add(question) else []
         group.append(node)

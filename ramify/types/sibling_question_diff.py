@@ -32,7 +32,7 @@ _LAST_WORD = lazy_pattern(r"[^\W\d_]+[ \t]+$")
 _CLAUSE_END = lazy_pattern(r"[:;,.?!](?=\s|$)|\n|\s[(\[{]")
 
 
-class SiblingQuestions:
+class SiblingQuestionStore:
     """The questions of sibling calls, in order.
 
     Siblings are calls that one code cell made. Only the parts in which the questions differ are

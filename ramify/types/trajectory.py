@@ -68,7 +68,7 @@ _TRUNCATED = {
 }
 
 
-class NewCallReason(enum.StrEnum):
+class NewAgentCallReason(enum.StrEnum):
     """The reason why a request of an external agent began a new call instead of continuing an
     earlier one.
 
@@ -107,21 +107,21 @@ class NewCallReason(enum.StrEnum):
         """Return True if the client sent back a history that differs from what was actually sent
         and received.
 
-        >>> NewCallReason.THINKING.is_history_rewritten()
+        >>> NewAgentCallReason.THINKING.is_history_rewritten()
         True
-        >>> NewCallReason.TEMPLATE.is_history_rewritten()
+        >>> NewAgentCallReason.TEMPLATE.is_history_rewritten()
         False
         """
         return self not in _NOT_REWRITTEN
 
 
 _NOT_REWRITTEN = {
-    NewCallReason.NEW,
-    NewCallReason.SAMPLE,
-    NewCallReason.REPEATED,
-    NewCallReason.BRANCH,
-    NewCallReason.TOOLS,
-    NewCallReason.TEMPLATE,
+    NewAgentCallReason.NEW,
+    NewAgentCallReason.SAMPLE,
+    NewAgentCallReason.REPEATED,
+    NewAgentCallReason.BRANCH,
+    NewAgentCallReason.TOOLS,
+    NewAgentCallReason.TEMPLATE,
 }
 
 
@@ -273,7 +273,7 @@ class Call(msgspec.Struct, omit_defaults=True, gc=False):
     ended_s: float | None = None
     reason: str = ""
     """One sentence on why the call ended. Empty for ``FINAL`` and in older journals."""
-    cause: NewCallReason | None = None
+    cause: NewAgentCallReason | None = None
     """Why a request of an outside agent began this call. None for calls of the engine's own
     loop."""
 

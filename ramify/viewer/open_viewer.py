@@ -16,7 +16,7 @@ from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.view_server import ViewServer
 
 
-def view(*places: str | Path | RunStore, port: int = 0) -> OpenPage:
+def view(*places: str | Path | RunStore, port: int = 0) -> ServedViewerPage:
     """Serve the viewer's page on this machine, in a thread, until it is closed or the process ends.
 
     ``places`` are stores, or paths as in ``ramify view``. The default is the store of ``ramify
@@ -31,10 +31,10 @@ def view(*places: str | Path | RunStore, port: int = 0) -> OpenPage:
     """
     server = ViewServer(RunCatalog(places), address=ListenAddress(port=port))
     event_loop_thread.run(server.__aenter__())
-    return OpenPage(server)
+    return ServedViewerPage(server)
 
 
-class OpenPage:
+class ServedViewerPage:
     """A page of the viewer that is being served.
 
     Use it as a context manager to stop serving at the end of the ``with`` block.
@@ -61,7 +61,7 @@ class OpenPage:
             self._is_closed = True
             event_loop_thread.run(self._server.__aexit__())
 
-    def __enter__(self) -> OpenPage:
+    def __enter__(self) -> ServedViewerPage:
         return self
 
     def __exit__(

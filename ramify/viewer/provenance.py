@@ -27,8 +27,8 @@ from ramify.viewer.data_flow import NOTHING, CellValueOrigins, CellValueTracer, 
 from ramify.viewer.returned_value_index import (
     NUMBER,
     CellSubcall,
-    ReturnedValueIndex,
     ReturnedValueSpan,
+    ValueOriginIndex,
     find_values,
     is_distinctive,
     leaves,
@@ -72,7 +72,7 @@ def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
     Raises StoreError if there is no such call.
     """
     call, node = run.call_detail(id).call, run.tree.nodes[id]
-    returned = ReturnedValueIndex()
+    returned = ValueOriginIndex()
     links = (
         _CallLinks(call, run, returned).collect_links()
         if call.kind == "rlm"
@@ -92,7 +92,7 @@ class _CallLinks:
     traced in order.
     """
 
-    def __init__(self, call: Call, run: WatchedRun, returned: ReturnedValueIndex) -> None:
+    def __init__(self, call: Call, run: WatchedRun, returned: ValueOriginIndex) -> None:
         self._call = call
         self._run = run
         self._returned = returned
@@ -426,7 +426,7 @@ def _question_links(run: WatchedRun, node: RunCallNode, call: Call) -> list[Text
     parent = run.tree.nodes.get(node.parent.call) if node.parent else None
     if parent is None or node.parent is None or parent.kind != "rlm":
         return []
-    returned = ReturnedValueIndex()
+    returned = ValueOriginIndex()
     flow = CellValueTracer(returned.guess_source_calls)
     place = (node.parent.turn, node.parent.cell)
     by_place = _calls_by_place(run, parent.id)

@@ -165,7 +165,7 @@ def _key(text: str) -> Any:
         return text
 
 
-class ReturnedValueIndex:
+class ValueOriginIndex:
     """An index of the values that calls returned.
 
     It finds the calls that returned a given value.
@@ -276,7 +276,7 @@ class ReturnedValueSpan(msgspec.Struct, frozen=True):
 
 
 def find_values(
-    text: str, returned: ReturnedValueIndex, calls: frozenset[str]
+    text: str, returned: ValueOriginIndex, calls: frozenset[str]
 ) -> list[ReturnedValueSpan]:
     """Return the places in ``text`` that show a value returned by one of ``calls``.
 

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ramify.clients.providers import MissingKey
+from ramify.clients.providers import MissingApiKeyError
 from ramify.engine import event_loop_thread
 from ramify.engine.limits import Limits
 from ramify.engine.rerun import recorded_limits
 from ramify.engine.rlm import RLM
-from ramify.engine.run_fork import ForkOptions, ForkPoint
+from ramify.engine.run_fork import ForkPoint, RunForkOptions
 from ramify.engine.run_handle import RunHandle
 from ramify.errors import ConfigError, StoreError
 from ramify.store.base import RunStore
@@ -135,7 +135,7 @@ class RerunStarter:
             rlm = self._rlms[located.key]
             try:
                 return await rlm.estimate_fork(located.run.id, wanted.turn, **_options(rlm, wanted))
-            except MissingKey as missing:
+            except MissingApiKeyError as missing:
                 # Each round finds one model without a key, and continues with a placeholder.
                 if missing.name in lacking:
                     raise
@@ -209,8 +209,8 @@ async def _wait_for_end(handle: RunHandle, own: AsyncExitStack) -> str:
         return str(error)
 
 
-def _options(rlm: RLM, wanted: RerunFromTurnRequest) -> ForkOptions:
-    options = ForkOptions(call=wanted.call)
+def _options(rlm: RLM, wanted: RerunFromTurnRequest) -> RunForkOptions:
+    options = RunForkOptions(call=wanted.call)
     if wanted.code is not None:
         options["code"] = wanted.code
     if wanted.prompt is not None:

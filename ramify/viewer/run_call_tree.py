@@ -28,10 +28,10 @@ from ramify.store.textless_events import AnyEventOutline
 from ramify.types.call_tree import CallTree
 from ramify.types.event import (
     AnyEvent,
-    AttemptFailed,
     CallEnded,
     NoteAdded,
     ReplyReceived,
+    RequestAttemptFailed,
     RequestStarted,
     RunResumed,
     ScoreAdded,
@@ -120,7 +120,7 @@ class RunCallTree:
 MAX_CACHED = 8
 
 
-class UnansweredModelRequest(msgspec.Struct, frozen=True):
+class PendingModelRequest(msgspec.Struct, frozen=True):
     """A call's request to a model that has not been answered yet."""
 
     turn: int
@@ -129,7 +129,7 @@ class UnansweredModelRequest(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class CallNote(msgspec.Struct, frozen=True):
+class CallEventNote(msgspec.Struct, frozen=True):
     """A note on an event in a call, such as a failed request."""
 
     at_s: float
@@ -144,11 +144,11 @@ class CallDetail(msgspec.Struct):
     request."""
 
     call: Call
-    notes: list[CallNote] = msgspec.field(default_factory=list)
+    notes: list[CallEventNote] = msgspec.field(default_factory=list)
     spans: list[float] = msgspec.field(default_factory=list)
     """Alternating times of requests and replies, in seconds since the run began."""
     tools: list[ToolAnswered] = msgspec.field(default_factory=list)
-    pending: UnansweredModelRequest | None = None
+    pending: PendingModelRequest | None = None
     last_word: Stop | None = None
 
     def add(self, event: AnyEvent) -> None:
@@ -156,7 +156,7 @@ class CallDetail(msgspec.Struct):
         notes."""
         match event:
             case RequestStarted():
-                self.pending = UnansweredModelRequest(
+                self.pending = PendingModelRequest(
                     event.turn, event.reused, event.prompt, event.at_s
                 )
                 self.last_word = event.last_word
@@ -166,11 +166,11 @@ class CallDetail(msgspec.Struct):
                 self.spans.append(event.at_s)
             case CallEnded():
                 self.pending = None
-            case AttemptFailed():
-                self.notes.append(CallNote(event.at_s, event.turn, "attempt", event.error))
+            case RequestAttemptFailed():
+                self.notes.append(CallEventNote(event.at_s, event.turn, "attempt", event.error))
             case NoteAdded():
                 turn = self.pending.turn if self.pending else len(self.call.turns)
-                self.notes.append(CallNote(event.at_s, turn, "note", event.text))
+                self.notes.append(CallEventNote(event.at_s, turn, "note", event.text))
             case ToolAnswered():
                 self.tools.append(event)
             case _:
@@ -251,7 +251,7 @@ class _Reading:
         """
         errors = self._fold.trajectory.errors
         if isinstance(event, ReplyReceived) and len(errors) > self._num_errors:
-            detail.notes.append(CallNote(event.at_s, event.turn, "note", errors[-1]))
+            detail.notes.append(CallEventNote(event.at_s, event.turn, "note", errors[-1]))
         self._num_errors = len(errors)
 
 

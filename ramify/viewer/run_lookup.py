@@ -27,7 +27,7 @@ import msgspec
 from ramify.errors import ConfigError, StoreError
 from ramify.maps.map_journal import TableMapStore
 from ramify.maps.map_table import DirectRowAsRun, StoredTableMap
-from ramify.maps.stored_maps import StoredMapCache
+from ramify.maps.stored_maps import OpenMapTableCache
 from ramify.store.base import RunStore
 from ramify.store.folder_store import Store
 from ramify.store.journal import FileStoredRun
@@ -136,7 +136,7 @@ class ViewerSources:
         """
         places = places or [open_store()]
         self._all = [_to_viewer_source(number, place) for number, place in enumerate(places)]
-        self._maps = StoredMapCache()
+        self._maps = OpenMapTableCache()
 
     def __iter__(self) -> Iterator[ViewerSource]:
         return iter(self._all)

@@ -14,12 +14,12 @@ from ramify.errors import StoreError
 from ramify.store.journal import decode_line
 from ramify.types.event import (
     AnyEvent,
-    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
     NoteAdded,
     ReplyReceived,
+    RequestAttemptFailed,
     RequestStarted,
     ScoreAdded,
     ToolAnswered,
@@ -98,7 +98,7 @@ def _of_event(event: AnyEvent) -> Iterator[TextPlace]:
                 f"tool {event.name}",
                 event.error or answer_text(event.result),
             )
-        case AttemptFailed():
+        case RequestAttemptFailed():
             yield event.call, event.turn, "attempt", event.error
         case NoteAdded():
             yield event.call, -1, "note", event.text

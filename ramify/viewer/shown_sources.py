@@ -2,8 +2,8 @@
 
 The page shows a table of them, excerpts of their texts, and the citations of the answer.
 
-The table comes from the run's record (``sources.loaded_sources.RecordedSources``). The texts are
-read from the stored context, if it is small enough to be decoded for a page.
+The table comes from the run's record (``sources.loaded_sources.LoadedSourcesRecord``). The texts
+are read from the stored context, if it is small enough to be decoded for a page.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import msgspec
 from ramify.engine.typed_answers import CitedAnswer
 from ramify.errors import SandboxError, SourceError, StoreError
 from ramify.sandbox.base import SharedContextValue
-from ramify.sandbox.guest.mapped_text import MappedText
-from ramify.sources.loaded_sources import RecordedSources
+from ramify.sandbox.guest.mapped_text import FileBackedText
+from ramify.sources.loaded_sources import LoadedSourcesRecord
 from ramify.store.stored_run import StoredRun
 from ramify.types.trajectory import ContextRef, Trajectory, answer_text
 from ramify.viewer.watched_run import WatchedRun
@@ -55,7 +55,7 @@ def sources(run: WatchedRun) -> dict[str, Any]:
     StoreError if the record of the sources cannot be read.
     """
     try:
-        read = msgspec.convert(run.tree.run_data.metadata.get("read") or {}, RecordedSources)
+        read = msgspec.convert(run.tree.run_data.metadata.get("read") or {}, LoadedSourcesRecord)
     except msgspec.ValidationError as error:
         raise StoreError(f"the record of the sources cannot be read: {error}") from None
     context = run.tree.run_data.context
@@ -101,7 +101,7 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
     if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
         text = value[int(key)]
     lines: Any
-    if isinstance(text, MappedText):
+    if isinstance(text, FileBackedText):
         lines = text.splitlines()
     elif isinstance(text, str):
         lines = text.removesuffix("\n").split("\n")

@@ -18,7 +18,7 @@ from ramify.trained_policy_settings import local_model_folder
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Cell, RunAnnotation, Turn, answer_text
-from ramify.viewer.run_call_tree import UnansweredModelRequest
+from ramify.viewer.run_call_tree import PendingModelRequest
 from ramify.viewer.run_overview import call_state, context_fields, rewards_of, struct_fields
 from ramify.viewer.shown_pictures import describe_pictures
 from ramify.viewer.watched_run import WatchedRun
@@ -177,9 +177,7 @@ def _mark_data(mark: RunAnnotation) -> dict[str, Any]:
     return {"by": mark.by, "values": mark.values, "tokens": list(mark.tokens), "text": mark.text}
 
 
-def _pending_data(
-    request: UnansweredModelRequest | None, cut: _TextCutter
-) -> dict[str, Any] | None:
+def _pending_data(request: PendingModelRequest | None, cut: _TextCutter) -> dict[str, Any] | None:
     if request is None:
         return None
     prompt = [_message_data(message, cut) for message in request.prompt]

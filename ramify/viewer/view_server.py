@@ -437,7 +437,7 @@ class ViewServer:
 
     async def _write_verdicts(self, request: web.Request) -> web.Response:
         self._refuse_if_open("saving a label changes the store")
-        wanted = await _decode_body(request, LabelRunsRequest)
+        wanted = await _decode_body(request, ReviewRunsRequest)
         if not 1 <= len(wanted.keys) <= MAX_LABELLED:
             raise RequestRejected(
                 f"{request.path} labels 1 to {MAX_LABELLED:,} runs, but got {len(wanted.keys):,}"
@@ -550,7 +550,7 @@ class SubmitReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     rewards: dict[str, float] = {}
 
 
-class LabelRunsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReviewRunsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of a request to save one person's verdict and note on several runs."""
 
     keys: tuple[str, ...]

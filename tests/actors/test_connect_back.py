@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from ramify.actors.child_process import ChildProcess, pythonpath_environment
-from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
+from ramify.actors.connect_back import ConnectBackListener, WorkerConnectInfo
 from ramify.actors.message_encoding import decode, encode
 from ramify.actors.run_channel import LOOPBACK, AuthenticatedChannel, ChannelListener, connect
 from ramify.errors import ConfigError
@@ -165,7 +165,7 @@ def test_message_of_another_type_is_an_error() -> None:
 
     one, other = socket.socketpair()
     with AuthenticatedChannel(one) as ours, AuthenticatedChannel(other) as theirs:
-        theirs.send(ConnectBackTicket("a", b"b", "c"))
+        theirs.send(WorkerConnectInfo("a", b"b", "c"))
         with pytest.raises(msgspec.MsgspecError):
             ours.receive(Word)
         pickled = pickle.dumps(Executed())

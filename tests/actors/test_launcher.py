@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ramify.actors.child_process import ChildProcess, ProcessHandle, wait_then_kill
-from ramify.actors.launcher import LocalLauncher, NodeAgent, NodeAgentProcess, RoleInstanceId
+from ramify.actors.launcher import LocalLauncher, NodeAgent, NodeProcessHandle, RoleInstanceId
 from ramify.errors import ConfigError
 from tests.actors.test_child_process import is_running, lines
 
@@ -28,7 +28,7 @@ def start_by_agent(agent: Any) -> Start:
         def ask(method: str, *arguments: Any) -> Any:
             return getattr(agent, method)(*arguments)
 
-        return NodeAgentProcess(ask, "it", pid, "there", is_here=False)
+        return NodeProcessHandle(ask, "it", pid, "there", is_here=False)
 
     return start
 
@@ -100,7 +100,7 @@ def test_node_agent_replaces_process_of_same_name_and_uses_its_own_python(tmp_pa
 
 
 def test_process_is_lost_when_its_node_agent_is_gone(tmp_path: Path) -> None:
-    process = NodeAgentProcess(lambda *_: None, "it", 4711, "node-2", is_here=True)
+    process = NodeProcessHandle(lambda *_: None, "it", 4711, "node-2", is_here=True)
     assert (process.poll(), process.exit_reason()) == (-9, "ended with its node agent")
     process.end(1.0)
 

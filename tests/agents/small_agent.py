@@ -6,7 +6,7 @@ import json
 import urllib.request
 from typing import Any
 
-from ramify.agents.agent_job import AgentJob
+from ramify.agents.agent_job import AgentRolloutInput
 from ramify.agents.agent_result import AgentRun
 
 ROWS = [{"question": f"What comes after {number}?", "answer": "?"} for number in range(12)]
@@ -25,7 +25,7 @@ def chat(base_url: str, key: str, messages: list[dict[str, Any]], **options: Any
     return answer
 
 
-def ask(job: AgentJob) -> str:
+def ask(job: AgentRolloutInput) -> str:
     """Ask the question, and return the reply."""
     messages = [{"role": "user", "content": job.item.question}]
     reply = chat(job.base_url, job.api_key, messages, max_tokens=8)

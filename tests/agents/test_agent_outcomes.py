@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from ramify import RLM, ScriptedClient
-from ramify.agents.agent_job import AgentJob
+from ramify.agents.agent_job import AgentRolloutInput
 from ramify.agents.agent_result import AgentRun
-from ramify.agents.agent_task import AgentTask
+from ramify.agents.agent_task import ExternalAgentTask
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
 from ramify.types.agent_outcome import AGENT_RECORD
@@ -29,7 +29,7 @@ from tests.agents.small_agent import ask, chat
 ROWS = [{"question": f'It\'s "{number}" $HOME;?', "answer": "hello"} for number in range(10)]
 
 
-def played(task: AgentTask, num: int = 1, index: int = 0) -> list[Trajectory]:
+def played(task: ExternalAgentTask, num: int = 1, index: int = 0) -> list[Trajectory]:
     """Rollouts of one item, all at once."""
 
     async def play() -> list[Trajectory]:
@@ -65,7 +65,7 @@ def one(run: AgentRun) -> float:
     return 1.0
 
 
-def error_of(task: AgentTask) -> str:
+def error_of(task: ExternalAgentTask) -> str:
     (trajectory,) = played(task)
     assert trajectory.rewards == {}
     return trajectory.errors[-1]
@@ -91,7 +91,7 @@ def test_reward_sees_exit_code_output_files_and_tree(tmp_path: Path) -> None:
         folders.append((run.folder / "notes.txt").read_text())
         return {"correct": float(run.item.gold in run.output), "short": 0.5}
 
-    task = AgentTask(command=command, items=ROWS, reward=score, weights={"short": 0.1})
+    task = ExternalAgentTask(command=command, items=ROWS, reward=score, weights={"short": 0.1})
     (trajectory,) = played(task)
     assert trajectory.errors == []
     assert trajectory.rewards == {"correct": 1.0, "short": 0.5}
@@ -110,33 +110,33 @@ def test_reward_sees_exit_code_output_files_and_tree(tmp_path: Path) -> None:
 
 
 def test_function_answers_and_writes_files() -> None:
-    def agent(job: AgentJob) -> str:
+    def agent(job: AgentRolloutInput) -> str:
         (job.folder / "a.txt").write_text(job.item_file.read_text())
         assert job.item.gold is None
         return ask(job)
 
-    async def async_agent(job: AgentJob) -> str:
+    async def async_agent(job: AgentRolloutInput) -> str:
         return await asyncio.to_thread(agent, job)
 
     for each in (agent, async_agent):
-        (trajectory,) = played(AgentTask(agent=each, items=ROWS, reward="exact"))
+        (trajectory,) = played(ExternalAgentTask(agent=each, items=ROWS, reward="exact"))
         assert trajectory.errors == []
         assert (trajectory.answer, trajectory.rewards) == ("hello", {"correct": 1.0})
 
 
 def test_reward_of_each_call_is_named_by_its_id() -> None:
-    def agent(job: AgentJob) -> str:
+    def agent(job: AgentRolloutInput) -> str:
         ask(job)
         return ask(job)
 
-    task = AgentTask(
+    task = ExternalAgentTask(
         agent=agent, items=ROWS, reward=lambda run: {"0": 1.0, "0:1": {"correct": 0.0}}
     )
     (trajectory,) = played(task)
     assert trajectory.errors == []
     assert trajectory.call_rewards == {"0": {"correct": 1.0}, "0:1": {"correct": 0.0}}
     assert trajectory.rewards == {"correct": 0.5}
-    wrong = AgentTask(agent=ask, items=ROWS, reward=lambda run: {"7": 1.0})
+    wrong = ExternalAgentTask(agent=ask, items=ROWS, reward=lambda run: {"7": 1.0})
     assert "reward for call '7', which the trajectory does not have" in error_of(wrong)
 
 
@@ -152,7 +152,7 @@ def test_each_failure_has_its_outcome_and_no_reward(tmp_path: Path) -> None:
         ),
     }
     for outcome, (text, options, told) in cases.items():
-        task = AgentTask(command=program(tmp_path, text), items=ROWS, reward=one, **options)
+        task = ExternalAgentTask(command=program(tmp_path, text), items=ROWS, reward=one, **options)
         (trajectory,) = played(task)
         assert trajectory.metadata[AGENT_RECORD]["outcome"] == outcome
         assert told in trajectory.errors[-1]
@@ -167,7 +167,9 @@ def test_each_failure_has_its_outcome_and_no_reward(tmp_path: Path) -> None:
 def test_silent_agent_is_named_with_its_stderr() -> None:
     # A shell, since a Python may need more than these seconds to start on a busy machine.
     command = "echo no key for me >&2; exec sleep 600"
-    task = AgentTask(command=command, shell=True, items=ROWS, reward=one, first_request_s=2.0)
+    task = ExternalAgentTask(
+        command=command, shell=True, items=ROWS, reward=one, first_request_s=2.0
+    )
     text = error_of(task)
     assert "never called its address within 2 s" in text
     assert "its stderr ends: no key for me" in text
@@ -175,24 +177,26 @@ def test_silent_agent_is_named_with_its_stderr() -> None:
 
 def test_crashes_can_be_scored(tmp_path: Path) -> None:
     command = program(tmp_path, "ask('q'); sys.exit(3)")
-    task = AgentTask(
+    task = ExternalAgentTask(
         command=command, items=ROWS, reward=lambda run: -run.exit_code, scores_crashes=True
     )
     assert played(task)[0].rewards == {"correct": -3.0}
 
 
 def test_function_fails_like_a_command() -> None:
-    def crashes(job: AgentJob) -> None:
+    def crashes(job: AgentRolloutInput) -> None:
         ask(job)
         raise ValueError("no such table")
 
-    def hangs(job: AgentJob) -> None:
+    def hangs(job: AgentRolloutInput) -> None:
         ask(job)
         while True:
             time.sleep(0.01)
 
-    assert "ValueError: no such table" in error_of(AgentTask(agent=crashes, items=ROWS, reward=one))
-    text = error_of(AgentTask(agent=hangs, items=ROWS, reward=one, max_seconds=0.5))
+    assert "ValueError: no such table" in error_of(
+        ExternalAgentTask(agent=crashes, items=ROWS, reward=one)
+    )
+    text = error_of(ExternalAgentTask(agent=hangs, items=ROWS, reward=one, max_seconds=0.5))
     assert "stopped after 0.5 s, at " in text
     assert "(hangs)" in text
 
@@ -200,7 +204,7 @@ def test_function_fails_like_a_command() -> None:
 def test_key_of_another_rollout_is_refused() -> None:
     keys: list[str] = []
 
-    def agent(job: AgentJob) -> str:
+    def agent(job: AgentRolloutInput) -> str:
         keys.append(job.api_key)
         for key in ("", "wrong", *keys[:-1]):
             with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -208,7 +212,7 @@ def test_key_of_another_rollout_is_refused() -> None:
         return ask(job)
 
     async def play() -> list[Trajectory]:
-        task = AgentTask(agent=agent, items=ROWS, reward="exact")
+        task = ExternalAgentTask(agent=agent, items=ROWS, reward="exact")
         async with RLM(ScriptedClient(lambda messages: "hello")) as rlm:
             items = task.splits["train"]
             return [await attempt(rlm, task, items[index]) for index in (0, 1)]
@@ -224,7 +228,7 @@ def test_environment_holds_no_key_of_the_trainer(
     monkeypatch.setenv("ANTHROPIC_API_KEY", "secret-of-the-trainer")
     monkeypatch.setenv("WANTED", "yes")
     text = "ask('q'); print(json.dumps(dict(os.environ)))"
-    task = AgentTask(
+    task = ExternalAgentTask(
         command=program(tmp_path, text), items=ROWS, reward=one, env=("WANTED", "MODE=fast")
     )
     (trajectory,) = played(task)
@@ -244,7 +248,7 @@ def test_cancelled_rollout_ends_its_agent(tmp_path: Path) -> None:
     open({str(pid_file)!r}, "w").write(f"{{os.getpid()}} {{child.pid}} ")
     time.sleep(600)
     """
-    task = AgentTask(command=program(tmp_path, text), items=ROWS, reward=one)
+    task = ExternalAgentTask(command=program(tmp_path, text), items=ROWS, reward=one)
 
     async def play() -> None:
         async with RLM(ScriptedClient(lambda messages: "hello")) as rlm:
@@ -260,7 +264,9 @@ def test_cancelled_rollout_ends_its_agent(tmp_path: Path) -> None:
 
 
 def test_many_agents_work_at_once(tmp_path: Path) -> None:
-    task = AgentTask(command=program(tmp_path, "print(ask('q'))"), items=ROWS, reward="exact")
+    task = ExternalAgentTask(
+        command=program(tmp_path, "print(ask('q'))"), items=ROWS, reward="exact"
+    )
     assert [each.rewards for each in played(task, 12)] == [{"correct": 1.0}] * 12
 
 
@@ -309,7 +315,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 def test_mistake_is_named_before_anything_starts(mistake: str) -> None:
     options, text = MISTAKES[mistake]
     with pytest.raises(ConfigError) as raised:
-        AgentTask(**options)
+        ExternalAgentTask(**options)
     assert text in str(raised.value)
 
 
@@ -317,23 +323,23 @@ def test_reward_that_raises_names_the_item_and_the_line() -> None:
     def score(run: AgentRun) -> float:
         return run.item.metadata["missing"]  # type: ignore[no-any-return]
 
-    text = error_of(AgentTask(agent=ask, items=ROWS, reward=score))
+    text = error_of(ExternalAgentTask(agent=ask, items=ROWS, reward=score))
     assert text.startswith("task 'agent', item agent/train/")
     assert "KeyError: 'missing'" in text
     assert "test_agent_outcomes.py" in text
 
 
 def test_call_without_a_number_is_named() -> None:
-    task = AgentTask(agent=ask, items=ROWS, reward=lambda run: {"0": None})
+    task = ExternalAgentTask(agent=ask, items=ROWS, reward=lambda run: {"0": None})
     assert "the reward 'correct' of call '0' is None" in error_of(task)
 
 
 def test_callable_object_may_be_async() -> None:
     class Agent:
-        async def __call__(self, job: AgentJob) -> str:
+        async def __call__(self, job: AgentRolloutInput) -> str:
             return await asyncio.to_thread(ask, job)
 
-    (trajectory,) = played(AgentTask(agent=Agent(), items=ROWS, reward="exact"))
+    (trajectory,) = played(ExternalAgentTask(agent=Agent(), items=ROWS, reward="exact"))
     assert (trajectory.errors, trajectory.rewards) == ([], {"correct": 1.0})
 
 
@@ -343,9 +349,9 @@ def test_question_that_is_no_argument_is_told(tmp_path: Path, shell: bool) -> No
         {"python": sys.executable, "item_file": "{item_file}", "question": "{question}"}
     )
 
-    def task(question: str) -> AgentTask:
+    def task(question: str) -> ExternalAgentTask:
         rows = [{"question": question, "answer": ascii(question.replace("\0", "\ufffd"))}] * 3
-        return AgentTask(command=command, shell=shell, items=rows, reward="exact")
+        return ExternalAgentTask(command=command, shell=shell, items=rows, reward="exact")
 
     (trajectory,) = played(task("a\0b"))
     assert (trajectory.errors, trajectory.rewards) == ([], {"correct": 1.0})
@@ -358,7 +364,7 @@ def test_question_that_is_no_argument_is_told(tmp_path: Path, shell: bool) -> No
     assert text.startswith("task 'agent', item agent/train/")
     assert text.endswith("cannot be started: Argument list too long: give it {item_file}")
     if not shell:
-        broken = AgentTask(command=["echo", "a\0b"], items=ROWS, reward=one)
+        broken = ExternalAgentTask(command=["echo", "a\0b"], items=ROWS, reward=one)
         assert "cannot be started: Invalid argument" in error_of(broken)
 
 
@@ -383,19 +389,19 @@ def test_process_that_escaped_and_writes_without_end_does_not_stop_the_trainer(
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
     """
-    task = AgentTask(command=program(tmp_path, text), items=ROWS, reward=one)
+    task = ExternalAgentTask(command=program(tmp_path, text), items=ROWS, reward=one)
     assert "was killed by signal 9" in error_of(task)
 
 
 TRAINER = """
 import asyncio
 from ramify import RLM, ScriptedClient
-from ramify.agents.agent_task import AgentTask
+from ramify.agents.agent_task import ExternalAgentTask
 from ramify.evaluate.attempt import attempt
 
 async def play():
     rows = [{{"question": f"q {{number}}", "answer": "a"}} for number in range(10)]
-    task = AgentTask(command={command!r}, items=rows, reward="exact")
+    task = ExternalAgentTask(command={command!r}, items=rows, reward="exact")
     async with RLM(ScriptedClient(lambda messages: "hello")) as rlm:
         await attempt(rlm, task, task.splits["train"][0])
 
@@ -434,7 +440,7 @@ def test_mistakes_are_found_without_a_tensor_library() -> None:
         "import sys\n"
         "from ramify import errors, train\n"
         "try:\n"
-        "    train.AgentTask(command='echo {quest}', items='rows.jsonl', reward='exact')\n"
+        "    train.ExternalAgentTask(command='echo {quest}', items='rows.jsonl', reward='exact')\n"
         "except errors.ConfigError as error:\n"
         "    assert 'question' in str(error), error\n"
         "assert 'torch' not in sys.modules\n"
@@ -464,7 +470,7 @@ def test_container_gets_the_folder_and_the_variables_by_name(
     docker.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     command = program(tmp_path, "open('made.txt', 'w').write(ask('q'))")
-    task = AgentTask(
+    task = ExternalAgentTask(
         command=command.replace("{python}", sys.executable),
         container="the-image",
         items=ROWS,
@@ -478,7 +484,7 @@ def test_container_gets_the_folder_and_the_variables_by_name(
     named = [words[at + 1] for at, word in enumerate(words) if word == "--env"]
     assert {"OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_API_KEY", "MODE"} <= {*named}
     assert "rk-" not in line
-    stopped = AgentTask(
+    stopped = ExternalAgentTask(
         command=f"{sys.executable} -c 'import time; time.sleep(600)'",
         container="the-image",
         items=ROWS,
@@ -491,7 +497,7 @@ def test_container_gets_the_folder_and_the_variables_by_name(
     assert last.startswith("rm --force ramify-agent-")
     assert name not in last
     with pytest.raises(ConfigError, match="a sandbox for sessions without network"):
-        AgentTask(command="a", container="jail", items=ROWS, reward=one)
+        ExternalAgentTask(command="a", container="jail", items=ROWS, reward=one)
 
 
 @pytest.mark.skipif(
@@ -509,7 +515,7 @@ def test_container_of_docker_reaches_its_endpoint() -> None:
         "reply = urllib.request.urlopen(urllib.request.Request(url, body, headers)); "
         'print(json.load(reply)["choices"][0]["message"]["content"])'
     )
-    task = AgentTask(
+    task = ExternalAgentTask(
         command=["python3", "-c", code.replace("{", "{{").replace("}", "}}")],
         container="python:3-slim",
         items=ROWS,

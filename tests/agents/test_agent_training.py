@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.agents.agent_job import AgentJob
+from ramify.agents.agent_job import AgentRolloutInput
 from ramify.agents.agent_result import AgentRun
-from ramify.agents.agent_task import AgentTask
+from ramify.agents.agent_task import ExternalAgentTask
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.advantages.ppo import PPO
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, Schedule
@@ -31,7 +31,7 @@ from tests.train.test_loop import read_rows
 ROOT = Path(__file__).parents[2]
 
 
-def two_turns(job: AgentJob) -> str:
+def two_turns(job: AgentRolloutInput) -> str:
     """Ask twice in one conversation, and a third time in another one."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": job.item.question}]
     reply = chat(job.base_url, job.api_key, messages, max_tokens=6)["choices"][0]["message"]
@@ -52,7 +52,7 @@ def even_by_call(run: AgentRun) -> Mapping[str, float]:
     return shares
 
 
-def fails_at_times(job: AgentJob) -> str:
+def fails_at_times(job: AgentRolloutInput) -> str:
     """Raise an error for questions whose last number is odd."""
     if int(job.item.question.split()[-1][:-1]) % 2:
         raise ValueError("no such table")
@@ -70,7 +70,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(out / "policy")
 
 
-def run(base: str, task: AgentTask, **options: Any) -> Run:
+def run(base: str, task: ExternalAgentTask, **options: Any) -> Run:
     fields: dict[str, Any] = {
         "steps": 2,
         "sample": RolloutBatchSpec(items=2),
@@ -89,7 +89,7 @@ def run(base: str, task: AgentTask, **options: Any) -> Run:
 
 
 def test_task_in_a_recipe_is_plain_data(base: str) -> None:
-    given = run(base, AgentTask(agent=ask, items=ROWS, reward=even, max_seconds=60))
+    given = run(base, ExternalAgentTask(agent=ask, items=ROWS, reward=even, max_seconds=60))
     assert given.task.name == "agent"
     assert given.task.options == {
         "agent": "tests.agents.small_agent:ask",
@@ -101,7 +101,7 @@ def test_task_in_a_recipe_is_plain_data(base: str) -> None:
 
 def test_scaffold_of_the_recipe_does_not_concern_an_agent(base: str, tmp_path: Path) -> None:
     """The default scaffold has a system message, which the format of this policy cannot write."""
-    given = run(base, AgentTask(agent=ask, items=ROWS, reward=even), steps=1)
+    given = run(base, ExternalAgentTask(agent=ask, items=ROWS, reward=even), steps=1)
     train(msgspec.structs.replace(given, scaffold="default"), tmp_path, say=pytest.fail)
     assert [row.values for row in read_rows(tmp_path, "rl") if "loss" in row.values]
 
@@ -122,7 +122,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tree_of_an_agent_is_learned_from_in_every_way(way: str, base: str, tmp_path: Path) -> None:
-    task = AgentTask(agent=two_turns, items=ROWS, reward=even_by_call)
+    task = ExternalAgentTask(agent=two_turns, items=ROWS, reward=even_by_call)
     train(run(base, task, **WAYS[way]), tmp_path, say=pytest.fail)
     steps = [row.values for row in read_rows(tmp_path, "rl") if "loss" in row.values]
     assert len(steps) == 2
@@ -133,7 +133,7 @@ def test_tree_of_an_agent_is_learned_from_in_every_way(way: str, base: str, tmp_
 
 
 def test_failed_agents_are_counted_and_not_learned_from(base: str, tmp_path: Path) -> None:
-    task = AgentTask(agent=fails_at_times, items=ROWS, reward=even)
+    task = ExternalAgentTask(agent=fails_at_times, items=ROWS, reward=even)
     train(run(base, task, sample=RolloutBatchSpec(items=6), steps=1), tmp_path)
     (step,) = [row.values for row in read_rows(tmp_path, "rl") if "loss" in row.values]
     assert 0 < step["agent/crashed"] < 18
@@ -143,7 +143,7 @@ def test_failed_agents_are_counted_and_not_learned_from(base: str, tmp_path: Pat
 
 def test_recipe_trains_a_command(base: str, tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes/agent.py", ["task.options.max_seconds=60"])
-    task = AgentTask(**recipe.task.options)
+    task = ExternalAgentTask(**recipe.task.options)
     train(run(base, task, steps=1, algorithm=GRPO()), tmp_path)
     (step,) = [row.values for row in read_rows(tmp_path, "rl")][:1]
     assert step["failed_rollouts"] == 0

@@ -23,14 +23,14 @@ MINE = """
 import random
 from ramify.tasks.base import Item, generated
 from ramify.tasks.scoring import numeric
-from ramify.tasks.base import SimpleTask
+from ramify.tasks.base import DatasetTask
 
 def make(rng: random.Random) -> Item:
     words = rng.choices(["teal", "coral", "mint"], k=50)
     return Item("How often does 'teal' occur?", " ".join(words), gold=words.count("teal"), kind=rng.choice("ab"))
 
 def teal(bad: bool = False):
-    return SimpleTask("teal", generated("teal", make), (lambda answer, item: 0.5) if bad else numeric)
+    return DatasetTask("teal", generated("teal", make), (lambda answer, item: 0.5) if bad else numeric)
 """
 RIGHT = [{"match": "", "reply": ["FINAL(context.count('teal'))"]}]
 WRONG = [{"match": "", "reply": ["FINAL(-1)"]}]
@@ -138,11 +138,11 @@ def test_the_only_split_is_evaluated_and_others_are_named(shell: Shell) -> None:
     model = shell.model([{"match": "", "reply": ["FINAL('x')"]}])
     shell.write(
         "two.py",
-        "from ramify.tasks.base import Item, SimpleTask\n"
+        "from ramify.tasks.base import Item, DatasetTask\n"
         "from ramify.tasks.scoring import exact\n"
         "def rows(num: int = 1):\n"
         "    splits = {name: [Item('a?', 'b', 'x', id=name)] for name in ['dev', 'other'][:num]}\n"
-        "    return SimpleTask('rows', splits, exact)\n",
+        "    return DatasetTask('rows', splits, exact)\n",
     )
     one = shell.run("eval", "two.py:rows", "--model", model, *FAST, "--json")
     assert json.loads(one.out)["plan"]["split"] == "dev"

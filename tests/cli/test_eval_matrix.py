@@ -17,7 +17,7 @@ from tests.cli.helpers import Shell
 SUITE = """
 import random
 from ramify.errors import ConfigError
-from ramify.tasks.base import Item, SimpleTask, generated
+from ramify.tasks.base import Item, DatasetTask, generated
 from ramify.tasks.scoring import numeric
 
 FAMILIES = ("teal", "mint")
@@ -32,7 +32,7 @@ def suite(*, tokens: int = 1000, families=FAMILIES, seed: int = 0):
         return Item(f"How often does '{word}' occur?", " ".join([*words, filler]),
                     gold=words.count(word), kind=word)
     splits = generated("suite", make, seed=seed)
-    return SimpleTask("suite", splits, numeric, families=families)
+    return DatasetTask("suite", splits, numeric, families=families)
 """
 PLAIN = "How often does"
 """Begins the prompt of a plain call and of a session, which has no text of the context."""

@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 
 SUITE = """
 import os, random, signal
-from ramify.tasks.base import Item, SimpleTask, generated
+from ramify.tasks.base import Item, DatasetTask, generated
 from ramify.tasks.scoring import numeric
 
 def make(rng: random.Random) -> Item:
@@ -29,7 +29,7 @@ def scored(answer, item):
     return numeric(answer, item)
 
 def suite():
-    return SimpleTask("suite", generated("suite", make), scored)
+    return DatasetTask("suite", generated("suite", make), scored)
 """
 
 

@@ -10,13 +10,13 @@ import pytest
 from tests.cli.helpers import Done, Shell
 
 SUITE = """
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import Item, DatasetTask
 
 def reward(answer, item):
     return float(str(answer) == item.gold)
 
 items = [Item(f"What is {n} plus 0?", "x" * 900, gold=str(n), id=f"sums/{n}") for n in (1, 2, 3)]
-suite = SimpleTask("sums", {"test": items}, reward)
+suite = DatasetTask("sums", {"test": items}, reward)
 """
 SYSTEM = """
 import json, os, re, sys, urllib.request

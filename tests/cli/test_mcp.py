@@ -37,9 +37,9 @@ server.run()
 TASK = """\
 from ramify.tasks.base import Item, generated
 from ramify.tasks.scoring import numeric
-from ramify.tasks.base import SimpleTask
+from ramify.tasks.base import DatasetTask
 
-sums = SimpleTask("sums", generated("sums", lambda rng: Item("40 + 2?", "text", gold=42)), numeric)
+sums = DatasetTask("sums", generated("sums", lambda rng: Item("40 + 2?", "text", gold=42)), numeric)
 """
 
 

@@ -34,7 +34,7 @@ from ramify.testing.scripted_client import ScriptedClient
 from ramify.engine.prompt_scaffold import Scaffold
 from ramify.sandbox.providers.process import open_provider as open_process
 from ramify.tasks.base import Item, generated
-from ramify.tasks.base import SimpleTask
+from ramify.tasks.base import DatasetTask
 from ramify.train.advantages import ALGORITHMS
 
 CLOUD = ModelProviderSpec(title="Acme Cloud", url="http://127.0.0.1:9", url_variable="ACME_URL",
@@ -43,7 +43,7 @@ TERSE = Scaffold(name="terse")
 DrGRPO = ALGORITHMS.resolve("dr_grpo")
 
 
-def colors(num: int = 3) -> SimpleTask:
+def colors(num: int = 3) -> DatasetTask:
     """Count colors.
 
     More about it."""
@@ -51,7 +51,7 @@ def colors(num: int = 3) -> SimpleTask:
         words = rng.choices(["teal", "coral"], k=num)
         return Item("how many teal?", " ".join(words), gold=words.count("teal"))
 
-    return SimpleTask("colors", generated("colors", make), lambda answer, item: float(answer == item.gold))
+    return DatasetTask("colors", generated("colors", make), lambda answer, item: float(answer == item.gold))
 
 
 def open_provider(spec):

@@ -89,8 +89,8 @@ def test_error_in_user_code_names_its_line(shell: Shell) -> None:
     shell.write("small.py", RECIPE)
     shell.write(
         "mine.py",
-        "from ramify.train import GroupOptions\n\n"
-        "class Mine(GroupOptions, frozen=True, kw_only=True):\n"
+        "from ramify.train import GroupAlgorithmOptions\n\n"
+        "class Mine(GroupAlgorithmOptions, frozen=True, kw_only=True):\n"
         "    def compare(self, returns, lengths=()):\n"
         "        raise ValueError('no median')\n",
     )

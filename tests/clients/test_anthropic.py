@@ -10,9 +10,9 @@ from ramify.errors import (
     MalformedResponse,
     ModelError,
     RateLimited,
-    Refused,
-    ReplyLost,
-    ServerFailed,
+    ReplyLostError,
+    RequestRefusedError,
+    ServerStatusError,
     Unreachable,
 )
 from ramify.types.message import Message, Reply, ToolCall, Usage
@@ -225,17 +225,17 @@ def error_body(kind, message):
     [
         (
             (401, error_body("authentication_error", f"bad {KEY}"), {}),
-            Refused,
+            RequestRefusedError,
             "401: bad *** (authentication_error); check the key in ANTHROPIC_API_KEY",
         ),
         (
             (400, error_body("x", "prompt is too long: 9 tokens > 8 maximum"), {}),
-            Refused,
+            RequestRefusedError,
             "shorten the prompt",
         ),
         ((429, error_body("x", "slow down"), {"retry-after": "7"}), RateLimited, "429: slow down"),
         ((529, error_body("overloaded_error", "Overloaded"), {}), RateLimited, "529: Overloaded"),
-        ((500, error_body("x", "fell over"), {}), ServerFailed, "500: fell over"),
+        ((500, error_body("x", "fell over"), {}), ServerStatusError, "500: fell over"),
         (
             (200, b"<html>", {"content-type": "text/html"}),
             MalformedResponse,
@@ -270,7 +270,7 @@ def test_schema_is_dropped_after_model_refuses_it():
         [request(schema=closed)] * 2, refusal, message_response([text("x")])
     )
     assert (type(first), first.transient, second.message.content, "output_config" in body) == (
-        Refused,
+        RequestRefusedError,
         True,
         "x",
         False,
@@ -284,7 +284,7 @@ def test_connection_failures_raise_matching_error():
                 keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1
             )
             client, kinds = pool.client("anthropic:claude-x"), []
-            with pytest.raises(ReplyLost, match="broke before the reply was whole"):
+            with pytest.raises(ReplyLostError, match="broke before the reply was whole"):
                 await pool.ask(client, request(), Books())
         with pytest.raises(Unreachable, match="cannot reach"):
             await pool.ask(client, request(), Books())

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from ramify.errors import MalformedResponse, ModelError, ReplyLost
+from ramify.errors import MalformedResponse, ModelError, ReplyLostError
 from ramify.http_client.http_transport import HttpConnectionPool, route_to
 from tests.clients.helpers import run, server_tls
 from tests.clients.test_http_grammar import CHUNKS, FIVE, LINE, outcome
@@ -124,7 +124,7 @@ def test_one_request_may_lower_the_maximum_of_its_pool():
 
 
 @pytest.mark.parametrize(
-    ("size", "error"), [(64 << 20, ReplyLost), ((64 << 20) + 1, MalformedResponse)]
+    ("size", "error"), [(64 << 20, ReplyLostError), ((64 << 20) + 1, MalformedResponse)]
 )
 def test_body_of_a_pool_has_at_most_64_mib(size, error):
     """The announced length decides, before any of it has arrived."""
@@ -412,7 +412,7 @@ def test_pool_may_be_closed_while_a_stream_is_paused():
                     await asyncio.sleep(0.002)
                 await pool.close()
                 received += len(await sent.receive())
-                with pytest.raises(ReplyLost):
+                with pytest.raises(ReplyLostError):
                     await sent.receive()
             return received
 
@@ -440,7 +440,7 @@ def test_unread_part_of_a_request_waits_here_and_not_in_a_buffer():
             await turns()
             size = loop.opened[0].get_write_buffer_size()
             may_end.set()
-            with pytest.raises(ReplyLost):
+            with pytest.raises(ReplyLostError):
                 await sending
             await pool.close()
         return 0 < size < 2_000_000
@@ -527,7 +527,9 @@ def test_reset_is_not_the_end_of_a_body():
         async with pool.prepare_exchange("m", route_to(url, {}), b"{}") as sent:
             assert await sent.receive() == b"hello"
             has_arrived.set()
-            with pytest.raises(ReplyLost, match=r"broke before the reply was whole: .* by peer"):
+            with pytest.raises(
+                ReplyLostError, match=r"broke before the reply was whole: .* by peer"
+            ):
                 await sent.receive()
         await pool.close()
         server.close()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ramify.errors import MalformedResponse, ModelError, ReplyLost
+from ramify.errors import MalformedResponse, ModelError, ReplyLostError
 from tests.clients.helpers import run
 from tests.clients.test_http_transport import OK, Raw, Way
 
@@ -214,7 +214,7 @@ def test_valid_reply_is_read_byte_by_byte(name):
 @pytest.mark.parametrize("at", range(len(CHUNKS + FIVE)))
 def test_truncated_reply_raises_reply_lost(at):
     error, connections = run(outcome((CHUNKS + FIVE)[:at], close=True))
-    assert (type(error), connections) == (ReplyLost, 2)
+    assert (type(error), connections) == (ReplyLostError, 2)
 
 
 def test_header_values_are_joined_and_stripped_of_spaces_and_tabs_only():
@@ -278,7 +278,7 @@ malformed_bytes = st.tuples(
 @given(malformed_bytes, st.sampled_from([None, 1, 5]))
 def test_arbitrary_bytes_give_a_reply_or_one_line_error(answer, piece):
     first, _ = run(outcome(answer, piece, close=True, again=False))
-    assert isinstance(first, bytes | MalformedResponse | ReplyLost)
+    assert isinstance(first, bytes | MalformedResponse | ReplyLostError)
     assert "\n" not in str(first)
 
 

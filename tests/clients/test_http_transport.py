@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from ramify.errors import ConfigError, MalformedResponse, ReplyLost, Unreachable
+from ramify.errors import ConfigError, MalformedResponse, ReplyLostError, Unreachable
 from ramify.http_client.http_transport import HttpConnectionPool, route_to
 from tests.clients.helpers import run, server_tls
 
@@ -162,10 +162,10 @@ def test_connections_are_reused_when_allowed(tls, answer, connections):
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (b"", ReplyLost),
-        (b"HTTP/1.1 200", ReplyLost),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhel", ReplyLost),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nhel", ReplyLost),
+        (b"", ReplyLostError),
+        (b"HTTP/1.1 200", ReplyLostError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhel", ReplyLostError),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nhel", ReplyLostError),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2000\r\n\r\n" + b"x" * 2000, MalformedResponse),
         (
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n"

@@ -50,7 +50,14 @@ def test_litellm_replies_failures_price_and_window():
             return outcomes, books.kinds, client.price, client.window
 
     assert run(main()) == (
-        ["hello", "RateLimited", "ReplyLost", "Refused", "Refused", "x"],
+        [
+            "hello",
+            "RateLimited",
+            "ReplyLostError",
+            "RequestRefusedError",
+            "RequestRefusedError",
+            "x",
+        ],
         ["settle", "release", "forfeit", "release", "release", "settle"],
         Price(0.15, 0.6, 0.075),
         128_000,
@@ -87,9 +94,9 @@ SECOND_FIRST = [
         (completion(finish_reason=7), "MalformedResponse", "forfeit"),
         (completion(finish_reason="odd"), "MalformedResponse", "forfeit"),
         (completion("finish_reason"), "MalformedResponse", "forfeit"),
-        (completion(finish_reason="error"), "ServerFailed", "forfeit"),
-        (completion(error={"message": "overloaded"}), "ServerFailed", "forfeit"),
-        (completion(error={"type": "odd"}), "ServerFailed", "forfeit"),
+        (completion(finish_reason="error"), "ServerStatusError", "forfeit"),
+        (completion(error={"message": "overloaded"}), "ServerStatusError", "forfeit"),
+        (completion(error={"type": "odd"}), "ServerStatusError", "forfeit"),
         (completion(error={}), "x", "settle"),
         (completion(choices=SECOND_FIRST), "first", "settle"),
     ],

@@ -11,9 +11,9 @@ from ramify.errors import (
     MalformedResponse,
     ModelError,
     RateLimited,
-    Refused,
-    ReplyLost,
-    ServerFailed,
+    ReplyLostError,
+    RequestRefusedError,
+    ServerStatusError,
 )
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, Reply, ToolCall, Usage
@@ -364,13 +364,13 @@ LONG = {"error": {"message": "This model's maximum context length is 8 tokens"}}
         (
             choice({"content": "x"}) | {"error": {"message": "upstream fell over"}},
             200,
-            ServerFailed,
+            ServerStatusError,
             "500: upstream fell over",
         ),
         (
             {"error": {"message": "upstream fell over", "code": 502}},
             200,
-            ServerFailed,
+            ServerStatusError,
             "502: upstream fell over",
         ),
         (
@@ -382,35 +382,60 @@ LONG = {"error": {"message": "This model's maximum context length is 8 tokens"}}
         (
             BAD,
             401,
-            Refused,
+            RequestRefusedError,
             "401: Incorrect API key provided: *** (invalid_api_key); check the key in "
             "OPENAI_API_KEY",
         ),
-        (LONG, 400, Refused, "shorten the prompt or name a model with a larger window"),
-        ({"error": {"message": "You exceeded your current quota"}}, 429, Refused, "no quota left"),
+        (LONG, 400, RequestRefusedError, "shorten the prompt or name a model with a larger window"),
+        (
+            {"error": {"message": "You exceeded your current quota"}},
+            429,
+            RequestRefusedError,
+            "no quota left",
+        ),
         ({"error": {"message": "Slow down"}}, 429, RateLimited, "429: Slow down"),
-        ({"error": {"message": "who are you?"}}, 401, Refused, "check the key in OPENAI_API_KEY"),
-        (b"<html>", 404, Refused, "404: a web page"),
+        (
+            {"error": {"message": "who are you?"}},
+            401,
+            RequestRefusedError,
+            "check the key in OPENAI_API_KEY",
+        ),
+        (b"<html>", 404, RequestRefusedError, "404: a web page"),
         (
             b"<html><Title>\n502 Bad &amp; Gateway</Title><body>nginx</body></html>",
             502,
-            ServerFailed,
+            ServerStatusError,
             '502: a web page "502 Bad & Gateway"',
         ),
-        (b"<title></title><p>", 403, Refused, "403: a web page; check the key"),
+        (b"<title></title><p>", 403, RequestRefusedError, "403: a web page; check the key"),
         (
             {"detail": "Not Found"},
             404,
-            Refused,
+            RequestRefusedError,
             "404: Not Found; check the base URL: most end in /v1",
         ),
-        (b"404 page not found", 404, Refused, "not found; check the base URL: most end in /v1"),
-        ({"error": {"message": "The model 'm' does not exist"}}, 404, Refused, "not exist"),
-        (b"", 407, Refused, "407; the proxy of the environment wants a user and password"),
-        ({"detail": [{"msg": "field required"}]}, 422, Refused, "422: field required"),
-        ([{"error": {"message": "bad"}}], 400, Refused, "400: bad"),
-        (b"oops", 500, ServerFailed, "500: oops"),
-        (b"", 504, ReplyLost, "504; a gateway gave up waiting"),
+        (
+            b"404 page not found",
+            404,
+            RequestRefusedError,
+            "not found; check the base URL: most end in /v1",
+        ),
+        (
+            {"error": {"message": "The model 'm' does not exist"}},
+            404,
+            RequestRefusedError,
+            "not exist",
+        ),
+        (
+            b"",
+            407,
+            RequestRefusedError,
+            "407; the proxy of the environment wants a user and password",
+        ),
+        ({"detail": [{"msg": "field required"}]}, 422, RequestRefusedError, "422: field required"),
+        ([{"error": {"message": "bad"}}], 400, RequestRefusedError, "400: bad"),
+        (b"oops", 500, ServerStatusError, "500: oops"),
+        (b"", 504, ReplyLostError, "504; a gateway gave up waiting"),
     ],
 )
 def test_bad_response_raises_matching_error(body, status, error, says):
@@ -426,7 +451,9 @@ def test_bad_response_raises_matching_error(body, status, error, says):
 def test_deeply_nested_body_is_a_model_error(status):
     body = b'{"error": ' + b"[" * 100_000
     error = answer(body, status)
-    assert isinstance(error, {200: MalformedResponse, 400: Refused, 500: ServerFailed}[status])
+    assert isinstance(
+        error, {200: MalformedResponse, 400: RequestRefusedError, 500: ServerStatusError}[status]
+    )
     assert "\n" not in str(error)
     assert len(str(error)) < 600
 
@@ -519,7 +546,7 @@ def test_url_in_model_name_appears_once_in_error():
                 max_attempts=1, base_urls=dict.fromkeys(providers, server.root)
             )
             try:
-                with pytest.raises(Refused) as caught:
+                with pytest.raises(RequestRefusedError) as caught:
                     await pool.client(name.format(url=server.root)).complete(request())
                 return str(caught.value).replace(server.root, "URL")
             finally:
@@ -536,11 +563,11 @@ def test_web_page_instead_of_api_is_refused_without_retry():
     """Not retried: a page for "not found" or "method not allowed" will not change."""
     for status in (404, 405, 501):
         error = answer(b"<html><h1>Nope</h1></html>", status, content_type="text/html")
-        assert isinstance(error, Refused)
+        assert isinstance(error, RequestRefusedError)
         assert not error.transient
         assert str(error).endswith(
             f"answered {status}: a web page; check the base URL: most end in /v1"
         )
     assert isinstance(
-        answer(b"<html>Bad gateway</html>", 502, content_type="text/html"), ServerFailed
+        answer(b"<html>Bad gateway</html>", 502, content_type="text/html"), ServerStatusError
     )

@@ -11,7 +11,7 @@ from PIL import Image
 from ramify.clients.base import Request, Sampling
 from ramify.clients.picture_token_costs import can_read_pictures, picture_tokens_upper_bound
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
-from ramify.errors import Refused
+from ramify.errors import RequestRefusedError
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message
 from ramify.types.picture import Picture, picture_from_bytes
@@ -27,7 +27,7 @@ URL = f"data:image/jpeg;base64,{BASE64}"
 
 def read(digest):
     if digest != PICTURE.digest:
-        raise Refused("a picture is no longer available")
+        raise RequestRefusedError("a picture is no longer available")
     return DATA
 
 
@@ -125,7 +125,9 @@ def test_the_scripted_server_sees_pictures_and_refuses_a_wrong_format():
 
     assert run(main(PICTURE)) == PICTURE.digest
     wrong = msgspec.structs.replace(PICTURE, kind="png")
-    with pytest.raises(Refused, match="a picture of type image/jpeg was sent as 'data:image/png'"):
+    with pytest.raises(
+        RequestRefusedError, match="a picture of type image/jpeg was sent as 'data:image/png'"
+    ):
         run(main(wrong))
 
 
@@ -135,7 +137,7 @@ def test_a_picture_that_is_gone_is_an_error_that_costs_nothing():
             pool = RateLimitedClientPool(keys={"openai": "k"}, base_urls={"openai": server.url})
             lost = msgspec.structs.replace(PICTURE, digest="0" * 64)
             books = Books()
-            with pytest.raises(Refused, match="no longer available"):
+            with pytest.raises(RequestRefusedError, match="no longer available"):
                 await pool.ask(
                     pool.client("openai:gpt-4o"),
                     asking(Message("user", "?", pictures=(lost,))),

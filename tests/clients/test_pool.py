@@ -17,9 +17,9 @@ from ramify.errors import (
     MalformedResponse,
     ModelError,
     RateLimited,
-    Refused,
-    ReplyLost,
-    ServerFailed,
+    ReplyLostError,
+    RequestRefusedError,
+    ServerStatusError,
     Unreachable,
     is_fixable_by_user,
 )
@@ -134,7 +134,7 @@ def test_a_gateway_that_gave_up_waiting_may_have_been_paid(status, kind):
 
 def test_permanent_failure_is_raised_without_retry():
     outcome, books, notices = ask([refused(), "hello"])
-    assert type(outcome) is Refused
+    assert type(outcome) is RequestRefusedError
     assert (books.kinds, notices) == (["release"], [])
 
 
@@ -204,7 +204,11 @@ def test_retry_delay_beyond_remaining_patience_raises_at_once():
 
 @pytest.mark.parametrize(
     ("failure", "error"),
-    [(server_error(), ServerFailed), (dropped(), ReplyLost), (rate_limited(0.0), RateLimited)],
+    [
+        (server_error(), ServerStatusError),
+        (dropped(), ReplyLostError),
+        (rate_limited(0.0), RateLimited),
+    ],
 )
 def test_request_fails_after_max_attempts(failure, error):
     outcome, books, notices = ask([failure] * 9, max_attempts=3)
@@ -662,14 +666,17 @@ def test_another_that_gets_through_excuses_a_rate_limit_but_no_failure():
     assert reply.message.content == "mine"
     assert notice.endswith("trying again in 0.1 s (others got through)")
     error, notices, _ = beside_another([server_error(), "mine"], max_attempts=1)
-    assert (type(error), notices) == (ServerFailed, [])
+    assert (type(error), notices) == (ServerStatusError, [])
 
 
 def test_patience_is_used_up_to_its_last_half_second():
     """The pause of the rate limit counts, although others got through."""
     script = [rate_limited(0.5), *[server_error()] * 99]
     error, _, naps = beside_another(script, 8.5)
-    assert (type(error), naps) == (ServerFailed, pytest.approx([0.5, 1.0, 2.0, 4.0, 0.5], abs=0.1))
+    assert (type(error), naps) == (
+        ServerStatusError,
+        pytest.approx([0.5, 1.0, 2.0, 4.0, 0.5], abs=0.1),
+    )
 
 
 def test_a_rate_limit_beside_another_may_last_as_long_as_the_patience(records):
@@ -728,7 +735,7 @@ def test_a_pool_without_options_sends_64_requests_and_waits_ten_minutes_for_each
 def test_a_pool_without_options_tries_five_times():
     async def main():
         client = ScriptedClient([server_error()] * 9)
-        with pytest.raises(ServerFailed):
+        with pytest.raises(ServerStatusError):
             await RateLimitedClientPool().ask(client, request(), Books())
         return len(client.requests)
 

@@ -22,7 +22,7 @@ from ramify.clients.reply_decoding import (
     ReplyDecodeError,
     decode_reply,
 )
-from ramify.errors import MalformedResponse, ServerFailed
+from ramify.errors import MalformedResponse, ServerStatusError
 from ramify.types.message import Message, Reply, ToolCall
 
 MESSAGES = (Message("user", "hi"),)
@@ -81,7 +81,7 @@ def test_reply_is_the_same_in_place_and_in_a_helper(pad: bytes) -> None:
     [
         (b"<html>", ReplyDecodeError, "malformed"),
         (body(finish="strange", content="x"), ValueError, "strange"),
-        (body(finish="error", content="x"), ServerFailed, "broke the reply off"),
+        (body(finish="error", content="x"), ServerStatusError, "broke the reply off"),
         (b'{"choices": []}', NoReplyInResponse, "no reply"),
         (b'{"error": {"code": 429}}', NoReplyInResponse, "no reply"),
     ],

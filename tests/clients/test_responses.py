@@ -9,7 +9,7 @@ import pytest
 
 from ramify.clients.base import Request, Sampling, Tool
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
-from ramify.errors import MalformedResponse, ModelError, ServerFailed
+from ramify.errors import MalformedResponse, ModelError, ServerStatusError
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Books, Says, request, run
 
@@ -122,8 +122,8 @@ def test_reply_status_maps_to_finish_reason(answer: Any, finish: str, stopped_by
         (body({**TEXT, "status": "incomplete"}), MalformedResponse, "it may be incomplete"),
         (body(), MalformedResponse, "is it a responses endpoint?"),
         (body({"type": "message", "content": "x"}), MalformedResponse, "not a list of parts"),
-        (body(TEXT, status="failed"), ServerFailed, "status 'failed'"),
-        ({"error": {"message": "fell over", "code": 502}}, ServerFailed, "502: fell over"),
+        (body(TEXT, status="failed"), ServerStatusError, "status 'failed'"),
+        ({"error": {"message": "fell over", "code": 502}}, ServerStatusError, "502: fell over"),
         ([], MalformedResponse, "not a response"),
     ],
 )

@@ -14,9 +14,9 @@ from ramify.errors import (
     MalformedResponse,
     ModelError,
     RateLimited,
-    Refused,
-    ReplyLost,
-    ServerFailed,
+    ReplyLostError,
+    RequestRefusedError,
+    ServerStatusError,
 )
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, ToolCall, Usage
@@ -306,7 +306,7 @@ def test_server_that_refuses_streams_is_asked_without(api, status, text):
             return outcomes, ["stream" in each for each in server.asked]
 
     (refused, *replies), streamed = run(main())
-    assert (type(refused), refused.transient) == (Refused, True)
+    assert (type(refused), refused.transient) == (RequestRefusedError, True)
     assert [reply.message.content for reply in replies] == ["hello wörld"] * 2
     assert streamed == [True, False, False]
 
@@ -357,7 +357,7 @@ def test_stream_that_ends_early_is_a_lost_reply(api, drops):
             return await asked(api, server)
 
     (error,), pieces, books = run(main())
-    assert type(error) is ReplyLost
+    assert type(error) is ReplyLostError
     assert "before the reply was whole" in str(error)
     assert "127.0.0.1" in str(error)
     assert "".join(piece.text for piece in pieces) == "hello "
@@ -372,7 +372,7 @@ def test_error_within_a_stream_is_read_as_before_it(api):
             return await asked(api, server)
 
     (error,), _, books = run(main())
-    assert type(error) is (ServerFailed if api == "responses" else RateLimited)
+    assert type(error) is (ServerStatusError if api == "responses" else RateLimited)
     assert "no more" in str(error)
     assert (error.may_be_paid, books.kinds) == (True, ["forfeit"])
 
@@ -422,7 +422,7 @@ def test_stream_that_stops_is_given_up(api):
             return await asked(api, server, timeout_s=600)
 
     (error,), _, books = run_skipping(main())
-    assert type(error) is ReplyLost
+    assert type(error) is ReplyLostError
     assert "the reply stopped after 17 characters, and nothing arrived for 600 s" in str(error)
     assert "stream=False" in str(error)
     assert "127.0.0.1" in str(error)
@@ -437,7 +437,7 @@ def test_stream_of_mere_signs_of_life_has_an_end():
             return error, asyncio.get_running_loop().time() - began
 
     error, seconds = run_skipping(main())
-    assert type(error) is ReplyLost
+    assert type(error) is ReplyLostError
     assert 60 <= seconds < 90
 
 

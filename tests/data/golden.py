@@ -16,12 +16,12 @@ from ramify.secret_redaction import SecretRedactor
 from ramify.store.journal import encode_line
 from ramify.types.event import (
     AnyEvent,
-    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
     NoteAdded,
     ReplyReceived,
+    RequestAttemptFailed,
     RequestStarted,
     RunEnded,
     RunStarted,
@@ -130,7 +130,7 @@ def _batch() -> list[AnyEvent]:
         CallStarted(at_s=1.0, id="0.1", kind="lm", model="scripted:leaf", depth=1, question="part 2 …", parent=here),
         ask(1.0, "0.0", 0, 0, Message("user", "part 1 …")),
         ask(1.0, "0.1", 0, 0, Message("user", "part 2 …")),
-        AttemptFailed(at_s=1.25, call="0.1", turn=0, error="connection closed", usage=Usage(24, 64, calls=1, unknown_calls=1),
+        RequestAttemptFailed(at_s=1.25, call="0.1", turn=0, error="connection closed", usage=Usage(24, 64, calls=1, unknown_calls=1),
                   cost=0.0005),
         NoteAdded(at_s=1.25, call="0.1", text="trying again in 0.5 s"),
         say(1.25, "0.0", 0, "no failure", Usage(10, 3, calls=1), None, prompt_ids=(1, 5, 9), token_ids=(7, 8, 2),
@@ -162,7 +162,7 @@ def _child() -> list[AnyEvent]:
             context=PART,
         ),
         ask(2.5, "0.2", 0, 0, Message("system", "You have `context`."), Message("user", "check")),
-        AttemptFailed(at_s=2.75, call="0.2", turn=0, error="HTTP 400: prompt too long"),
+        RequestAttemptFailed(at_s=2.75, call="0.2", turn=0, error="HTTP 400: prompt too long"),
         CallEnded(at_s=2.75, id="0.2", stop=Stop.ERROR, error="Refused: prompt too long"),
         CellRan(
             at_s=2.75,

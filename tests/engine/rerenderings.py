@@ -16,9 +16,9 @@ import aiohttp
 from ramify import RLM
 from ramify.engine.external_conversations import RunModelClient
 from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServer
-from ramify.tasks.base import TaskStart
+from ramify.tasks.base import RolloutInitialState
 from ramify.types.message import Message
-from ramify.types.trajectory import CallForkOrigin, NewCallReason, Trajectory
+from ramify.types.trajectory import CallForkOrigin, NewAgentCallReason, Trajectory
 from tests.engine.template_client import TemplateClient
 
 Wire = list[dict[str, Any]]
@@ -44,7 +44,7 @@ class Rerendering(NamedTuple):
 
     name: str
     change: Callable[[Wire], Wire]
-    cause: NewCallReason | None = None
+    cause: NewAgentCallReason | None = None
     """Why a call begins; None if the request continues the call."""
     fork: CallForkOrigin | None = None
     """The turn that the new call continues, if it does."""
@@ -142,24 +142,26 @@ def _split(talk: Wire) -> Wire:
 REDUMPED = _with_arguments(lambda value: json.dumps(value, ensure_ascii=False))
 SORTED = _with_arguments(lambda value: json.dumps(value, sort_keys=True))
 RERENDERINGS = (
-    Rerendering("thinking dropped", _each_reply(_without_thinking), NewCallReason.THINKING),
+    Rerendering("thinking dropped", _each_reply(_without_thinking), NewAgentCallReason.THINKING),
     Rerendering(
         "whitespace",
         _each_reply(_stripped),
-        NewCallReason.WHITESPACE,
+        NewAgentCallReason.WHITESPACE,
         CallForkOrigin("0", 0),
         standing=[2],
     ),
-    Rerendering("key order", SORTED, NewCallReason.ARGUMENTS, standing=[1, 2]),
+    Rerendering("key order", SORTED, NewAgentCallReason.ARGUMENTS, standing=[1, 2]),
     Rerendering("tool ids", _other_tool_ids),
-    Rerendering("merged messages", _merged, NewCallReason.MERGED, standing=[0, 1, 2]),
-    Rerendering("truncation", _truncated, NewCallReason.TRUNCATED, standing=[2]),
-    Rerendering("compaction", _compacted, NewCallReason.COMPACTED, standing=[2]),
-    Rerendering("edited past", _edited, NewCallReason.EDITED, standing=[0, 1, 2]),
+    Rerendering("merged messages", _merged, NewAgentCallReason.MERGED, standing=[0, 1, 2]),
+    Rerendering("truncation", _truncated, NewAgentCallReason.TRUNCATED, standing=[2]),
+    Rerendering("compaction", _compacted, NewAgentCallReason.COMPACTED, standing=[2]),
+    Rerendering("edited past", _edited, NewAgentCallReason.EDITED, standing=[0, 1, 2]),
     Rerendering("text parts, developer for system", _as_parts),
     Rerendering("every field, the empty ones as null", _each_reply(_as_dumped)),
     Rerendering("arguments parsed and written again", REDUMPED),
-    Rerendering("a reply split into two messages", _split, NewCallReason.MERGED, standing=[1, 2]),
+    Rerendering(
+        "a reply split into two messages", _split, NewAgentCallReason.MERGED, standing=[1, 2]
+    ),
 )
 
 
@@ -186,7 +188,7 @@ async def _play(change: Callable[[Wire], Wire]) -> Played:
                 async with aiohttp.ClientSession(headers=endpoint.headers) as http:
                     return await _agent(http, endpoint.url("agent"), change)
 
-        result = await rlm.start(TaskStart(conduct=conduct), "Which colour?")
+        result = await rlm.start(RolloutInitialState(conduct=conduct), "Which colour?")
     assert result.error is None, result.error
     return Played(result.trajectory, client.log)
 

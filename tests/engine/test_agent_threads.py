@@ -11,7 +11,7 @@ import pytest
 from ramify import RLM, ScriptedClient
 from ramify.engine.external_conversations import RunModelClient
 from ramify.errors import ModelError
-from ramify.tasks.base import TaskStart
+from ramify.tasks.base import RolloutInitialState
 from ramify.testing import refused
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import CallForkOrigin, Trajectory
@@ -30,7 +30,7 @@ Conduct = Callable[[RunModelClient], Awaitable[None]]
 def played(conduct: Conduct, client: Any) -> Trajectory:
     async def run() -> Any:
         async with RLM(client) as rlm:
-            return await rlm.start(TaskStart(conduct=conduct), "play")
+            return await rlm.start(RolloutInitialState(conduct=conduct), "play")
 
     result = asyncio.run(run())
     assert result.error is None, result.error

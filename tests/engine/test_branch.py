@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify import Stop, Store
-from ramify.engine.branch_search import Branches, by_score, vote
+from ramify.engine.branch_search import BestOfBranches, by_score, vote
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.types.message import Message
 from ramify.types.trajectory import CallForkOrigin
@@ -42,7 +42,7 @@ def test_branches_of_first_turn_are_decided_by_majority(tmp_path: Path) -> None:
 def test_later_turn_branches_in_forks_of_its_session() -> None:
     replies = iter([code("x = [1]"), *[code(f"x.append({i})\nFINAL(x)") for i in range(3)]])
     model = client(lambda messages: next(replies))
-    best = Branches(3, turn=1, choose_by=lambda answers: answers.index(max(answers)))
+    best = BestOfBranches(3, turn=1, choose_by=lambda answers: answers.index(max(answers)))
     with rlm(model) as r:
         result = r.completion("text", "?", search=best)
     assert result.answer == [1, 2]
@@ -58,7 +58,7 @@ def test_branching_a_session_without_fork_support_is_an_error() -> None:
 
     async def main() -> Any:
         async with rlm(model, sandbox="inprocess") as r:
-            return await r.start("text", "?", search=Branches(2, turn=1)).result()
+            return await r.start("text", "?", search=BestOfBranches(2, turn=1)).result()
 
     result = asyncio.run(main())
     assert (result.stop, result.answer) == (Stop.ERROR, None)
@@ -77,7 +77,7 @@ def test_vote_takes_the_most_common_answer() -> None:
         0,
     ]
     with pytest.raises(ConfigError, match="num must be at least 2"):
-        Branches(1)
+        BestOfBranches(1)
 
 
 def test_rlm_can_branch_by_default() -> None:
@@ -90,8 +90,10 @@ def test_rlm_can_branch_by_default() -> None:
         result = r.completion("text", "?", search=1)
         assert (result.answer, result.trajectory.answered_by) == ("a", "")
     with rlm(model(), branches=3) as r:
-        assert r.completion("text", "?", search=Branches(2)).trajectory.answered_by == "0"
-    with rlm(model(), search=Branches(3, choose_by=by_score(lambda answer: answer == "a"))) as r:
+        assert r.completion("text", "?", search=BestOfBranches(2)).trajectory.answered_by == "0"
+    with rlm(
+        model(), search=BestOfBranches(3, choose_by=by_score(lambda answer: answer == "a"))
+    ) as r:
         assert r.completion("text", "?").answer == "a"
 
 
@@ -100,7 +102,7 @@ def test_rlm_can_branch_by_default() -> None:
     [
         ({"branches": 0}, "branches is 0: give 1 for no branching, or more"),
         (
-            {"branches": 2, "search": Branches(2)},
+            {"branches": 2, "search": BestOfBranches(2)},
             "branches is 2: a search was given too: give only one of them",
         ),
         ({"search": "best"}, "search is 'best': give a number of continuations"),
@@ -126,7 +128,7 @@ def test_choosing_a_missing_answer_is_refused() -> None:
         r.completion("text", "?")
 
 
-TWO_LEVELS = Branches(3, turn=1)
+TWO_LEVELS = BestOfBranches(3, turn=1)
 
 
 def _two_levels(messages: tuple[Message, ...]) -> str:

@@ -35,7 +35,7 @@ def test_store_does_not_grow_by_the_size_of_the_log(tmp_path: Path, log: Path) -
         assert answer == [LINES.find("line 19999 "), "line 5 größe"]
         trajectory = store.load("last")
         assert trajectory.context is not None
-        assert trajectory.context.kind == "MappedText"
+        assert trajectory.context.kind == "FileBackedText"
         assert [file.path for file in trajectory.context.files] == [str(log)]
         blobs = sum(path.stat().st_size for path in (tmp_path / "store/blobs").rglob("*/*"))
         assert blobs < len(LINES) // 100
@@ -58,7 +58,7 @@ def test_show_runs_and_exported_page_say_that_it_is_by_reference(
     ):
         assert run(words) == 0
     shown = capsys.readouterr().out
-    assert f"context: MappedText, {len(LINES):,} characters, {told}" in shown
+    assert f"context: FileBackedText, {len(LINES):,} characters, {told}" in shown
     assert [line.split("\t")[-1] for line in shown.splitlines() if "\t" in line][-2:] == [
         "by reference",
         "1 file",

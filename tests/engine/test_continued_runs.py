@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify import Limits, Sampling, Stop, Store, Suspended
+from ramify import Limits, RunSuspendedError, Sampling, Stop, Store
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.testing.scripted_client import refused
 from ramify.types.message import Message
@@ -116,7 +116,7 @@ def test_suspended_conversation_resumes_its_last_question(tmp_path: Path) -> Non
         async with rlm(model, store=store) as r:
             async with r.conversation("text") as conversation:
                 assert (await conversation.aask("first?")).answer == 1
-                with pytest.raises(Suspended) as caught:
+                with pytest.raises(RunSuspendedError) as caught:
                     await conversation.aask("second?")
             before = len(model.requests)
             is_valid = True
@@ -137,7 +137,7 @@ def test_resume_names_every_changed_setting_before_writing(tmp_path: Path) -> No
 
     store = Store(tmp_path)
     program = rlm([code("x = 1"), refused(401, "no")], store=store, tools={"tool": tool})
-    with program as r, pytest.raises(Suspended):
+    with program as r, pytest.raises(RunSuspendedError):
         r.completion("text", "?")
     before = store.path("last").read_bytes()
     scaffold = msgspec.structs.replace(SCAFFOLD, max_idle=7)

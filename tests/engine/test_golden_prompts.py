@@ -21,7 +21,7 @@ from ramify import Limits, Scaffold, ScriptedClient, load
 from ramify.clients.base import Request
 from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.errors import RamifyError
-from ramify.sources.loaded_sources import LoadedContext, LoadedSourceItem
+from ramify.sources.loaded_sources import LoadedContext, LoadedSourceInfo
 from ramify.sources.text_search import TextChunkingTool, TextSearchTool
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.engine.helpers import by_role, code, rlm
@@ -154,7 +154,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "script": [code("search('')"), code("chunks(1)"), code("FINAL(1)")],
         "context": LoadedContext(
             LINES,
-            [LoadedSourceItem("a.log", "text", len(LINES), len(LINES))],
+            [LoadedSourceInfo("a.log", "text", len(LINES), len(LINES))],
             [],
             {},
             {"search": TextSearchTool(LINES), "chunks": TextChunkingTool()},

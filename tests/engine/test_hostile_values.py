@@ -227,8 +227,8 @@ def test_every_use_of_the_host_in_a_child_survives_any_value(
             "ValueError: 10,001 prompts at once: give at most 10,000",
         ),
         ("FINAL(10**5000)", "ValueError: an integer of more than 4,000 digits"),
-        (f"{HOST}('history', 'a')", "HostError: history: seen must be an int, not str"),
-        (f"{HOST}('tool', [])", "HostError: the name of a tool must be a str, not list"),
+        (f"{HOST}('history', 'a')", "SessionHostCallError: history: seen must be an int, not str"),
+        (f"{HOST}('tool', [])", "SessionHostCallError: the name of a tool must be a str, not list"),
     ],
 )
 def test_invalid_argument_is_named_in_the_cell(

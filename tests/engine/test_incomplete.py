@@ -14,7 +14,7 @@ import pytest
 from ramify import RLM, DepthOptions, Limits, RamifyError, Stop, Store
 from ramify.clients.base import Price
 from ramify.engine.run_result import Result
-from ramify.errors import ReplyCut, ReplyFiltered
+from ramify.errors import ReplyFiltered, ReplyTruncatedError
 from ramify.testing.scripted_client import ScriptedByteTokenizer, ScriptedClient, refused
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.event import NoteAdded
@@ -154,7 +154,7 @@ def test_direct_answer_may_be_bare_text_of_its_type(kind: Any, text: str, answer
 def test_truncated_direct_answer_is_returned_with_stop_max_tokens() -> None:
     result = result_of(["x" * 400], context=None, limits=Limits(max_reply_tokens=10))
     assert (result.stop, result.answer) == (Stop.MAX_TOKENS, "x" * 40)
-    assert isinstance(result.failure, ReplyCut)
+    assert isinstance(result.failure, ReplyTruncatedError)
     assert "the reply was cut at its limit of 10 tokens" in str(result.error)
 
 
@@ -176,7 +176,7 @@ def test_truncated_typed_answer_is_none(kind: Any, text: str, stop: Stop) -> Non
 
     result = run(main())
     assert (result.stop, result.answer) == (stop, None)
-    assert isinstance(result.failure, ReplyCut)
+    assert isinstance(result.failure, ReplyTruncatedError)
     assert result.failure.text == text
 
 
@@ -532,7 +532,7 @@ def test_truncated_text_is_partial() -> None:
     result = in_session("thinking", *[reply("It is prob", "length")] * 6)
     assert (result.stop, result.answer) == (Stop.MAX_TOKENS, None)
     assert result.partial == "It is prob"
-    assert isinstance(result.failure, ReplyCut)
+    assert isinstance(result.failure, ReplyTruncatedError)
 
 
 def test_filtered_turn_ends_the_run_and_names_the_filter() -> None:

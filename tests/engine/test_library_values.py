@@ -306,7 +306,7 @@ def test_conversation_reads_an_open_file_once(tmp_path: Path) -> None:
 
 
 def test_item_of_a_task_has_a_table() -> None:
-    start = ramify.tasks.TaskStart(context=FRAME, messages=[Message("user", "Before.")])
+    start = ramify.tasks.RolloutInitialState(context=FRAME, messages=[Message("user", "Before.")])
     (count,) = answers(start, "len(context)")
     assert count == 5
 

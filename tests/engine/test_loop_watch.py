@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ramify import Limits, SandboxSpec, Stop, Store, Suspended
+from ramify import Limits, RunSuspendedError, SandboxSpec, Stop, Store
 from ramify.errors import EventLoopBlockedError
-from ramify.tasks.base import TaskStart
+from ramify.tasks.base import RolloutInitialState
 from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, code, rlm
 
@@ -44,7 +44,7 @@ def test_blocked_run_releases_its_caller_and_can_be_resumed(tmp_path: Path) -> N
     model, store = BlockingModel(), Store(tmp_path)
     try:
         with rlm(model.reply, store=store, limits=LIMITS, sandbox=SANDBOX) as r:
-            with pytest.raises(Suspended) as raised:
+            with pytest.raises(RunSuspendedError) as raised:
                 r.completion("text", "?")
             assert "max_seconds=2), at " in str(raised.value)
             assert f"called from {__file__}:" in str(raised.value)
@@ -84,7 +84,9 @@ def test_blocked_run_on_the_callers_loop_ends_when_the_loop_advances(tmp_path: P
     async def main() -> None:
         async with rlm(model.reply, store=store, limits=LIMITS, sandbox=SANDBOX) as r:
             threading.Thread(target=free).start()
-            with pytest.raises(Suspended, match=r"has been blocked for 0\.2 s past its deadline"):
+            with pytest.raises(
+                RunSuspendedError, match=r"has been blocked for 0\.2 s past its deadline"
+            ):
                 await r.acompletion("text", "?")
             assert (await r.aresume("last", limits=Limits())).answer == ["r a", "r b"]
 
@@ -100,8 +102,10 @@ def test_run_waiting_past_its_deadline_is_suspended(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with rlm([ROOT], store=Store(tmp_path), limits=LIMITS, sandbox=SANDBOX) as r:
-            with pytest.raises(Suspended, match=r"did not end within 0.2 s .* it waits at .*:\d+"):
-                await r.acompletion(TaskStart(context="text", on_session=prepare), "?")
+            with pytest.raises(
+                RunSuspendedError, match=r"did not end within 0.2 s .* it waits at .*:\d+"
+            ):
+                await r.acompletion(RolloutInitialState(context="text", on_session=prepare), "?")
 
     asyncio.run(main())
 
@@ -110,7 +114,7 @@ def test_blocked_command_exits_with_one_line_and_resume_hint(tmp_path: Path) -> 
     program = textwrap.dedent(f"""
         import sys, time
         from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
-        from ramify.cli.ask_runner import AskRequest, run
+        from ramify.cli.ask_runner import QuestionRunRequest, run
         from ramify.cli.progress_display import ProgressDisplay
         from ramify.cli.terminal_text import StderrMessageWriter
         from ramify.engine.question import RunOptions
@@ -127,7 +131,7 @@ def test_blocked_command_exits_with_one_line_and_resume_hint(tmp_path: Path) -> 
             scaffold=Scaffold(name={SCAFFOLD.name!r}, system={SCAFFOLD.system!r}),
             limits=Limits(max_seconds=2, stall_s=0.2), sandbox=SandboxSpec('inprocess', allow_weaker=True),
         )
-        asked = AskRequest("?", None, RunOptions(direct=False))
+        asked = QuestionRunRequest("?", None, RunOptions(direct=False))
         with ProgressDisplay(StderrMessageWriter(), "lines") as screen:
             sys.exit(run(rlm, asked, screen, as_json=False))
     """)

@@ -1,4 +1,4 @@
-"""Conversations that a task holds itself (``TaskStart.conduct``): which request continues which
+"""Conversations that a task holds itself (``RolloutInitialState.conduct``): which request continues which
 call, what is recorded, and what ends a run."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ramify import RLM, Limits, ScriptedClient, Store
 from ramify.clients.base import Sampling, Tool
 from ramify.engine.external_conversations import RunModelClient
 from ramify.errors import LimitReached
-from ramify.tasks.base import TaskStart
+from ramify.tasks.base import RolloutInitialState
 from ramify.types.event import NoteAdded
 from ramify.types.message import Message, Reply, VersionSpan
 from ramify.types.trajectory import CallForkOrigin, Stop
@@ -33,7 +33,7 @@ def conducted(conduct: Conduct, client: Any = None, **options: Any) -> Any:
 
     async def run() -> Any:
         async with RLM(client, **options) as rlm:
-            return await rlm.start(TaskStart(conduct=conduct), "play")
+            return await rlm.start(RolloutInitialState(conduct=conduct), "play")
 
     return asyncio.run(run())
 
@@ -156,7 +156,7 @@ def test_a_request_decides_its_length_and_stop_texts_and_not_its_temperature() -
 
     async def run() -> None:
         async with RLM(client, sampling=Sampling(temperature=1.0, max_tokens=100)) as rlm:
-            await rlm.start(TaskStart(conduct=conduct), "play", on_event=listen)
+            await rlm.start(RolloutInitialState(conduct=conduct), "play", on_event=listen)
 
     asyncio.run(run())
     first, second = (request.sampling for request in client.requests)
@@ -235,7 +235,7 @@ def test_shared_resource_is_opened_once_and_closed_with_the_rlm() -> None:
 
     async def several() -> list[Any]:
         async with RLM(ScriptedClient(["x"])) as rlm:
-            starts = [rlm.start(TaskStart(conduct=conduct), "play") for _ in range(3)]
+            starts = [rlm.start(RolloutInitialState(conduct=conduct), "play") for _ in range(3)]
             return [await each for each in starts]
 
     assert [each.answer for each in asyncio.run(several())] == [7, 7, 7]
@@ -261,13 +261,15 @@ def test_interrupted_run_is_resumed_without_asking_again(tmp_path: Path) -> None
     async def both() -> Any:
         async with RLM(ScriptedClient(reply), store=store) as rlm:
             gate = asyncio.Event()
-            running = rlm.start(TaskStart(conduct=lambda model: conduct(model, gate)), "play")
+            running = rlm.start(
+                RolloutInitialState(conduct=lambda model: conduct(model, gate)), "play"
+            )
             await gate.wait()
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
             _forget_end(store, running.id)
-            return await rlm.restart(running.id, prompt=TaskStart(conduct=conduct))
+            return await rlm.restart(running.id, prompt=RolloutInitialState(conduct=conduct))
 
     result = asyncio.run(both())
     assert (result.answer, asked) == ("re: b", ["a", "b"])
@@ -288,7 +290,7 @@ def test_replay_of_conversations_needs_the_task(tmp_path: Path) -> None:
 
     async def both() -> Any:
         async with RLM(ScriptedClient(["x"]), store=store) as rlm:
-            result = await rlm.start(TaskStart(conduct=conduct), "play")
+            result = await rlm.start(RolloutInitialState(conduct=conduct), "play")
             return await rlm.areplay(result.run_id)
 
     with pytest.raises(Exception, match="its task holds its conversations") as error:

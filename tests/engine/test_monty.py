@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ramify import SandboxSpec
-from ramify.engine.branch_search import Branches
+from ramify.engine.branch_search import BestOfBranches
 from ramify.errors import SandboxError
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell
@@ -141,4 +141,4 @@ def test_search_can_branch_first_turns_but_not_sessions() -> None:
         rlm([code("x = 1")], sandbox="monty") as r,
         pytest.raises(SandboxError, match="'monty' cannot be forked"),
     ):
-        r.completion("x", "?", search=Branches(2, turn=1))
+        r.completion("x", "?", search=BestOfBranches(2, turn=1))

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify import RLM, Limits, RamifyError, SandboxSpec, Stop, Store, Suspended
+from ramify import RLM, Limits, RamifyError, RunSuspendedError, SandboxSpec, Stop, Store
 from ramify.errors import ModelError, ReplayDiverged
 from ramify.testing.scripted_client import refused
 from ramify.testing.scripted_server import ScriptedServer
@@ -107,7 +107,7 @@ def test_run_with_full_disk_at_any_event_can_be_resumed(
         with program(store) as rlm:
             with (
                 files_of_at_most(fits),
-                pytest.raises(Suspended, match=r"cannot write .* free some space"),
+                pytest.raises(RunSuspendedError, match=r"cannot write .* free some space"),
             ):
                 rlm.completion("text", "?")
             *before, last = lines(store)
@@ -138,7 +138,7 @@ def test_failed_run_resumes_where_it_failed(tmp_path: Path, num: int) -> None:
 
     with program(store, script) as rlm:
         for again in (False, True):
-            with pytest.raises(Suspended, match="no such key") as caught:
+            with pytest.raises(RunSuspendedError, match="no such key") as caught:
                 rlm.resume("last") if again else rlm.completion("text", "?")
             assert (caught.value.run_id, store.runs()[0].stop) == (
                 store.runs()[0].id,
@@ -157,7 +157,7 @@ def test_failed_run_resumes_where_it_failed(tmp_path: Path, num: int) -> None:
 def test_failed_direct_answer_can_be_resumed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with RLM(client([refused(401, "no"), "fine"]), store=store) as rlm:
-        with pytest.raises(Suspended) as caught:
+        with pytest.raises(RunSuspendedError) as caught:
             rlm.completion("how are you?")
         assert caught.value.resume().answer == "fine"
 
@@ -168,7 +168,7 @@ def test_replay_of_a_failed_run_repeats_the_failure(tmp_path: Path) -> None:
         for again in (False, True):
             with pytest.raises(ModelError, match="no such model"):
                 rlm.replay("last") if again else rlm.completion("text", "?")
-        with pytest.raises(Suspended):
+        with pytest.raises(RunSuspendedError):
             rlm.completion("text", "?")
         with pytest.raises(ReplayDiverged, match="resume the run to request it"):
             rlm.replay("last")
@@ -188,7 +188,7 @@ def test_fixable_call_failure_suspends_the_run_instead_of_reaching_the_code(tmp_
         return f"re: {text}"
 
     with program(store, script) as rlm:
-        with pytest.raises(Suspended, match="no credit") as caught:
+        with pytest.raises(RunSuspendedError, match="no credit") as caught:
             rlm.completion("text", "?")
         assert asked["a"] == 1
         is_valid = True

@@ -286,7 +286,7 @@ def test_a_suspended_run_resumes_without_the_file(tmp_path):
     path, store = saved(tmp_path), Store(tmp_path / "store")
     client = ScriptedClient([refused(401, "wrong key"), "42"])
     with ramify.RLM(client, store=store) as rlm:
-        with pytest.raises(ramify.Suspended) as raised:
+        with pytest.raises(ramify.RunSuspendedError) as raised:
             rlm.completion(load([path]), CHART)
         path.unlink()
         assert rlm.resume(raised.value.run_id).answer == "42"

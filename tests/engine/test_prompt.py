@@ -12,7 +12,7 @@ from ramify.clients.base import Price
 from ramify.engine.prompt_scaffold import MARKERS
 from ramify.errors import ConfigError
 from ramify.models.tokenizer_training import train_tokenizer
-from ramify.tasks.base import TaskStart
+from ramify.tasks.base import RolloutInitialState
 from ramify.types.message import Message
 from tests.engine.helpers import code
 from tests.models.templates import CHATML
@@ -182,7 +182,9 @@ def test_instructions_and_examples_are_added_to_every_prompt() -> None:
 
 
 def test_instructions_of_a_task_are_added_to_those_of_the_user() -> None:
-    start = TaskStart(context=TEXT, instructions="Answer in words.", examples=[("1?", "one")])
+    start = RolloutInitialState(
+        context=TEXT, instructions="Answer in words.", examples=[("1?", "one")]
+    )
     (first, *_) = sent(start, instructions=RULES)
     assert f"{RULES}\n\nAnswer in words.\n\nExamples" in first[0]
 

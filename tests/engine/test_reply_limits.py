@@ -15,7 +15,7 @@ from ramify import RLM, DepthOptions, Limits, Model, Sampling, Scaffold, Stop, S
 from ramify.clients.base import Price, Request
 from ramify.engine.model_requests import request_hash
 from ramify.engine.run_result import Result
-from ramify.errors import Refused, ReplyCut, ReplyFiltered
+from ramify.errors import ReplyFiltered, ReplyTruncatedError, RequestRefusedError
 from ramify.testing.scripted_client import ScriptedClient
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, Reply, Usage
@@ -80,7 +80,7 @@ def ended(model: Any, question: str = "How many?", **options: Any) -> Result:
 def test_cut_reply_names_the_limit_that_it_reached(name: str, text: str, setting: str) -> None:
     model = ScriptedClient([cut(text)] * 3, f"scripted:{name}", window=1_000_000)
     result = ended(model, limits=Limits(max_reply_tokens=100))
-    assert isinstance(result.failure, ReplyCut)
+    assert isinstance(result.failure, ReplyTruncatedError)
     assert str(result.failure).endswith(f"ask for less, or raise {setting}")
 
 
@@ -212,7 +212,9 @@ def test_refusal_of_a_first_turn_names_its_dollars() -> None:
 def test_plain_call_that_is_too_long_for_budget_and_window_names_the_window() -> None:
     model = client([code("FINAL(7)")], window=1000)
     with RLM(model, limits=Limits(max_tokens=10_000)) as r:
-        with pytest.raises(Refused, match=r"about 1[23],\d{3} tokens, and the window .* 1,000"):
+        with pytest.raises(
+            RequestRefusedError, match=r"about 1[23],\d{3} tokens, and the window .* 1,000"
+        ):
             r.completion("text " * 10_000, "How many?", direct="always")
         result = r.completion("text " * 10_000, "How many?", direct=False)
     assert result.answer == 7

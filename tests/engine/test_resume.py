@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from ramify import RLM, Limits, RamifyError, Scaffold, Stop, Store, Suspended
+from ramify import RLM, Limits, RamifyError, RunSuspendedError, Scaffold, Stop, Store
 from ramify.errors import ConfigError, LimitReached, ReplayDiverged
 from ramify.testing import refused
 from ramify.testing.scripted_server import ScriptedServer
-from ramify.types.event import AnyEvent, AttemptFailed, ReplyReceived, RequestStarted
+from ramify.types.event import AnyEvent, ReplyReceived, RequestAttemptFailed, RequestStarted
 from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
 
@@ -138,8 +138,10 @@ def test_replay_repeats_failures_tools_and_last_word_without_a_model(tmp_path: P
     assert silent.requests == []
     assert next(num_calls) == 1, "the tool was not called again"
     assert [
-        type(e) for e in store.events("last") if isinstance(e, AttemptFailed | RequestStarted)
-    ].count(AttemptFailed) == 1
+        type(e)
+        for e in store.events("last")
+        if isinstance(e, RequestAttemptFailed | RequestStarted)
+    ].count(RequestAttemptFailed) == 1
 
 
 def test_replay_with_another_prompt_diverges(tmp_path: Path) -> None:
@@ -198,7 +200,9 @@ def test_nothing_is_written_after_a_resume_has_diverged(tmp_path: Path) -> None:
         r.resume("last")
     # The first call was sent again before the second one differed.
     assert path.read_bytes().startswith(before)
-    assert [type(event) for event in list(store.events("last"))[second + 1 :]] == [AttemptFailed]
+    assert [type(event) for event in list(store.events("last"))[second + 1 :]] == [
+        RequestAttemptFailed
+    ]
 
 
 def test_run_without_store_writes_nothing_and_cannot_be_resumed(tmp_path: Path) -> None:
@@ -279,7 +283,7 @@ def test_a_resume_reads_its_journal_once(tmp_path: Path) -> None:
         return refused(401, "no key") if is_broken else code("FINAL(1)")
 
     with RLM(client(answer), scaffold=SCAFFOLD, store=store) as r:
-        with pytest.raises(Suspended):
+        with pytest.raises(RunSuspendedError):
             r.completion("text", "?")
         is_broken = False
         assert r.resume("last").answer == 1

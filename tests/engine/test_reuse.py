@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify import Limits, SandboxSpec, Stop, Store, Suspended
+from ramify import Limits, RunSuspendedError, SandboxSpec, Stop, Store
 from ramify.clients.base import Request, Sampling
 from ramify.engine.model_requests import request_hash
 from ramify.engine.reply_cache_lookup import ReusableReplies
@@ -146,7 +146,7 @@ def test_an_answer_has_the_same_type_after_a_resume(tmp_path: Path, answer: str,
     script = [refused(402, "no credit"), code(f"FINAL({answer})")]
     options: Any = {} if kind is None else {"answer_type": kind}
     with rlm(script * 2, store=Store(tmp_path), sandbox=SANDBOX) as r:
-        with pytest.raises(Suspended) as suspended:
+        with pytest.raises(RunSuspendedError) as suspended:
             r.completion("text", "?", **options)
         resumed = suspended.value.resume().answer
         ended = r.resume("last", **options).answer
@@ -160,7 +160,7 @@ def test_run_can_be_resumed_with_an_explicitly_named_other_model(tmp_path: Path)
     )
     other = client([code("FINAL(x + llm_query('b'))"), ", re: b"], name="scripted:two")
     with rlm(first, store=Store(tmp_path), sandbox=SANDBOX) as r:
-        with pytest.raises(Suspended):
+        with pytest.raises(RunSuspendedError):
             r.completion("text", "?")
         resumed = r.resume("last", model=other)
     with rlm(first, store=Store(tmp_path), sandbox=SANDBOX) as r:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from ramify import RLM, MemoryStore, ScriptedClient
-from ramify.sandbox.base import MappedText
-from ramify.sources.load_sources import LoadedContext, LoadedSourceItem, load
+from ramify.sandbox.base import FileBackedText
+from ramify.sources.load_sources import LoadedContext, LoadedSourceInfo, load
 from tests.engine.helpers import SCAFFOLD, code, rlm
 
 LOG = "".join(f"2026-01-01 host-{number:05d} INFO request served\n" for number in range(4_000))
@@ -96,10 +96,10 @@ def test_a_run_that_is_repeated_gets_its_recorded_hits(loaded: LoadedContext):
 LAST = LOG + "host-x ERROR disk failure\n"
 
 
-def mapped(folder: Path) -> MappedText:
+def mapped(folder: Path) -> FileBackedText:
     (folder / "a.log").write_text(LAST)
     context = load([folder / "a.log"], mapped_bytes=1000).context
-    assert isinstance(context, MappedText)
+    assert isinstance(context, FileBackedText)
     return context
 
 
@@ -152,7 +152,7 @@ def test_a_run_is_repeated_with_the_functions_that_it_had():
     store = MemoryStore()
     with rlm(ScriptedClient([code("FINAL(len(context))")]), store=store) as asked:
         result = asked.completion(
-            LoadedContext(LOG, [LoadedSourceItem("a", "text", len(LOG), len(LOG))], [], {}, {}), "q"
+            LoadedContext(LOG, [LoadedSourceInfo("a", "text", len(LOG), len(LOG))], [], {}, {}), "q"
         )
         assert asked.replay(result.run_id).answer == len(LOG)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ramify import SandboxSpec, Stop, Store
-from ramify.engine.branch_search import Branches
+from ramify.engine.branch_search import BestOfBranches
 from ramify.sandbox.base import provider_spec
 from ramify.types.event import (
     AnyEvent,
@@ -329,7 +329,7 @@ def test_variables_are_restored_in_branches_and_later_questions() -> None:
 
     model = client(branching)
     with rlm(model) as r:
-        result = r.completion("text", "?", search=Branches(3, turn=1))
+        result = r.completion("text", "?", search=BestOfBranches(3, turn=1))
         assert [call.answer for call in result.trajectory.calls if call.kind == "rlm"] == [
             "got"
         ] * 3

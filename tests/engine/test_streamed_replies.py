@@ -5,7 +5,7 @@ import asyncio
 import ramify
 from ramify import Store, testing
 from ramify.progress import watch_reply_text
-from ramify.types.event import AttemptFailed, ReplyReceived
+from ramify.types.event import ReplyReceived, RequestAttemptFailed
 
 SCRIPT = [testing.cut("one two three four five six seven"), "the answer is 7"]
 
@@ -25,7 +25,7 @@ def test_part_of_a_broken_stream_is_recorded_and_booked(tmp_path):
 
     result, events, parts, run, served = asyncio.run(main())
     assert result.response == "the answer is 7"
-    (failed,) = [event for event in events if isinstance(event, AttemptFailed)]
+    (failed,) = [event for event in events if isinstance(event, RequestAttemptFailed)]
     assert failed.text
     assert SCRIPT[0].text.startswith(failed.text)
     assert failed.usage.unknown_calls == 1

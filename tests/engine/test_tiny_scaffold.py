@@ -15,7 +15,7 @@ from ramify.engine.observation_messages import terse_cell_report
 from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, ModelError
 from ramify.sandbox.base import Session
-from ramify.tasks.base import TaskStart
+from ramify.tasks.base import RolloutInitialState
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell
 from tests.engine.helpers import client, rlm
@@ -227,7 +227,7 @@ def test_a_task_prepares_every_session() -> None:
         seen.append(session)
         await session.set("K", len(seen), reserved=True)
 
-    start = TaskStart(
+    start = RolloutInitialState(
         context="alpha", tools={"double": lambda x: 2 * x, "base": 40}, on_session=on_session
     )
     script: Any = [

@@ -10,7 +10,7 @@ import pytest
 
 from ramify import Scaffold, Store
 from ramify.clients.base import KnownPrefix
-from ramify.engine.branch_search import Branches
+from ramify.engine.branch_search import BestOfBranches
 from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.types import Message, Reply, SampledTokenSpan, Trajectory
 from ramify.types.event import ReplyReceived
@@ -199,7 +199,7 @@ def test_branches_share_the_ids_before_the_fork() -> None:
     replies = iter([code("x = [1]"), *[code(f"x.append({i})\nFINAL(x)") for i in range(3)]])
     model = client(lambda messages: next(replies), ids=ScriptedByteTokenizer())
     with rlm(model) as r:
-        trajectory = r.completion("text", "?", search=Branches(3, turn=1)).trajectory
+        trajectory = r.completion("text", "?", search=BestOfBranches(3, turn=1)).trajectory
     paths = [trajectory.path(call) for call in trajectory.calls]
     first = trajectory.path(trajectory.root, 0)
     assert first is not None

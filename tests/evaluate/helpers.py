@@ -9,7 +9,7 @@ from typing import Any
 from ramify import RLM, Limits, SandboxSpec, ScriptedClient
 from ramify.clients.base import Price
 from ramify.evaluate.run_evaluation import EvaluationPlan, EvaluationResult, evaluate
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.tasks.scoring import exact
 from ramify.types.message import Message
 
@@ -23,7 +23,7 @@ ITEMS = [
     )
     for n in range(8)
 ]
-TASK = SimpleTask("size", {"test": ITEMS}, exact)
+TASK = DatasetTask("size", {"test": ITEMS}, exact)
 SPEC = SandboxSpec(provider="process", allow_weaker=True)
 
 

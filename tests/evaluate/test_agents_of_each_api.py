@@ -15,7 +15,7 @@ import pytest
 from ramify import RLM
 from ramify.engine.external_conversations import RunModelClient
 from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServer
-from ramify.tasks.base import TaskStart
+from ramify.tasks.base import RolloutInitialState
 from tests.engine.template_client import TemplateClient
 
 Agent = Callable[[str, str], Awaitable[None]]
@@ -90,7 +90,7 @@ def test_what_a_client_got_and_sends_back_is_never_tokenized_again(agent: Agent)
                 with endpoint.temporary_seat_key(AgentModelAccess(conversations, "agent")) as key:
                     await agent(endpoint.url(), key)
 
-            return await rlm.start(TaskStart(conduct=conduct), "play")
+            return await rlm.start(RolloutInitialState(conduct=conduct), "play")
 
     result = asyncio.run(run())
     assert result.error is None, result.error

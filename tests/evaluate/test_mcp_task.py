@@ -14,9 +14,9 @@ import pytest
 from ramify import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
-from ramify.evaluate.mcp_task import McpTask
+from ramify.evaluate.mcp_task import TaskWithMcpTools
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, SimpleTask, TaskStart, generated
+from ramify.tasks.base import DatasetTask, Item, RolloutInitialState, generated
 from ramify.testing import ScriptedClient
 
 SERVER = """\
@@ -47,12 +47,12 @@ def server(tmp_path: Path) -> str:
     return f"{sys.executable} {tmp_path}/server.py {tmp_path}/pids"
 
 
-def task(**changes: object) -> SimpleTask:
+def task(**changes: object) -> DatasetTask:
     splits = generated("mine", lambda rng: Item("How often?", f"text {rng.random()}", gold=1))
-    return SimpleTask("mine", splits, lambda answer, item: float(answer == 1), **changes)  # type: ignore[arg-type]
+    return DatasetTask("mine", splits, lambda answer, item: float(answer == 1), **changes)  # type: ignore[arg-type]
 
 
-async def answers(made: McpTask, num: int) -> list[object]:
+async def answers(made: TaskWithMcpTools, num: int) -> list[object]:
     """The answers of ``num`` rollouts, one after another."""
     async with RLM(
         ScriptedClient(SCRIPT), sandbox=SandboxSpec(provider="inprocess", allow_weaker=True)
@@ -86,7 +86,7 @@ def wait_for_the_end(folder: Path) -> None:
 def test_each_rollout_has_its_own_server_which_ends_with_its_children(
     server: str, tmp_path: Path
 ) -> None:
-    assert asyncio.run(answers(McpTask(task(), server), 2)) == [1, 1]
+    assert asyncio.run(answers(TaskWithMcpTools(task(), server), 2)) == [1, 1]
     assert len((tmp_path / "pids").read_text().splitlines()) == 2
     wait_for_the_end(tmp_path)
 
@@ -94,7 +94,7 @@ def test_each_rollout_has_its_own_server_which_ends_with_its_children(
 def test_servers_of_the_process_are_shared_and_closed_at_its_end(
     server: str, tmp_path: Path
 ) -> None:
-    made = McpTask(task(), server, lifetime="process")
+    made = TaskWithMcpTools(task(), server, lifetime="process")
     assert asyncio.run(answers(made, 3)) == [1, 2, 3]
     assert len((tmp_path / "pids").read_text().splitlines()) == 1
     assert len(living(tmp_path)) == 2
@@ -106,7 +106,7 @@ def test_cancelled_rollout_ends_its_server(server: str, tmp_path: Path) -> None:
     """on_end is then called on the event loop, which must not wait for the server."""
 
     async def cancelled() -> None:
-        made = McpTask(task(), server)
+        made = TaskWithMcpTools(task(), server)
         start = await made.prepare(made.splits["train"][0])
         assert start.on_end is not None
         assert start.on_end(None) == {}
@@ -116,11 +116,11 @@ def test_cancelled_rollout_ends_its_server(server: str, tmp_path: Path) -> None:
 
 
 def test_on_end_of_the_task_is_called_too(server: str, tmp_path: Path) -> None:
-    async def begin(item: Item) -> TaskStart:
-        return TaskStart(context=item.context, on_end=lambda answer: {"seen": answer})
+    async def begin(item: Item) -> RolloutInitialState:
+        return RolloutInitialState(context=item.context, on_end=lambda answer: {"seen": answer})
 
     async def run() -> object:
-        made = McpTask(task(begin=begin), server)
+        made = TaskWithMcpTools(task(begin=begin), server)
         start = await made.prepare(made.splits["train"][0])
         assert [*start.tools] == ["count"]
         assert start.on_end is not None
@@ -135,7 +135,7 @@ def test_hanging_server_is_one_line_within_its_time(tmp_path: Path) -> None:
     (tmp_path / "hang.py").write_text(
         "import os, sys, time\nopen(sys.argv[1], 'a').write(f'{os.getpid()}\\n')\ntime.sleep(1000)\n"
     )
-    made = McpTask(
+    made = TaskWithMcpTools(
         task(),
         f"TOKEN=secret-value {sys.executable} {tmp_path}/hang.py {tmp_path}/pids",
         start_s=2.0,
@@ -156,21 +156,21 @@ def test_hanging_server_is_one_line_within_its_time(tmp_path: Path) -> None:
 
 def test_wrong_mcp_tasks_are_refused(server: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="task 'mine' names no MCP server"):
-        McpTask(task())
+        TaskWithMcpTools(task())
     with pytest.raises(ConfigError, match="lifetime='session' of its MCP servers is not 'rollout'"):
-        McpTask(task(), server, lifetime="session")  # type: ignore[arg-type]
+        TaskWithMcpTools(task(), server, lifetime="session")  # type: ignore[arg-type]
 
-    async def begin(item: Item) -> TaskStart:
-        return TaskStart(tools={"count": lambda: 0})
+    async def begin(item: Item) -> RolloutInitialState:
+        return RolloutInitialState(tools={"count": lambda: 0})
 
-    made = McpTask(task(begin=begin), server)
+    made = TaskWithMcpTools(task(begin=begin), server)
     with pytest.raises(ConfigError, match="both have a tool 'count': rename the task's"):
         asyncio.run(made.prepare(made.splits["train"][0]))
     wait_for_the_end(tmp_path)
 
 
 def test_missing_command_is_one_line() -> None:
-    made = McpTask(task(), "no_such_command_at_all")
+    made = TaskWithMcpTools(task(), "no_such_command_at_all")
     with pytest.raises(
         ConfigError, match=r"^the MCP server no_such_command_at_all cannot be used"
     ) as found:

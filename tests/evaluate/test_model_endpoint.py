@@ -16,7 +16,7 @@ from ramify import RLM, ScriptedClient
 from ramify.engine.external_conversations import RunModelClient
 from ramify.evaluate.agent_model_server import KEY_HEADER, AgentModelAccess, AgentModelServer
 from ramify.inference.local.local_client import LocalClient
-from ramify.tasks.base import TaskStart
+from ramify.tasks.base import RolloutInitialState
 from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.types.message import Message
 from tests.inference.helpers import policy
@@ -38,7 +38,7 @@ def played(agent: Agent, client: Any = None) -> Any:
                 with endpoint.temporary_seat_key(AgentModelAccess(conversations, "agent")) as key:
                     return await agent(endpoint.url(), key)
 
-            return await rlm.start(TaskStart(conduct=conduct), "play")
+            return await rlm.start(RolloutInitialState(conduct=conduct), "play")
 
     return asyncio.run(run())
 
@@ -118,7 +118,7 @@ def test_ended_and_unknown_keys_are_refused() -> None:
                 with endpoint.temporary_seat_key(AgentModelAccess(conversations, "agent")) as key:
                     return key
 
-            ended = (await rlm.start(TaskStart(conduct=conduct), "play")).answer
+            ended = (await rlm.start(RolloutInitialState(conduct=conduct), "play")).answer
             for key in (ended, "rk-unknown"):
                 with pytest.raises(openai.AuthenticationError, match="no running rollout"):
                     await by_chat(endpoint.url(), key)
@@ -167,7 +167,7 @@ def test_responses_of_one_rollout_are_unknown_to_another() -> None:
                         await client.close()
                 return "done"
 
-            assert (await rlm.start(TaskStart(conduct=conduct), "play")).answer == "done"
+            assert (await rlm.start(RolloutInitialState(conduct=conduct), "play")).answer == "done"
 
     asyncio.run(run())
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.reward_model_client import RewardModel
-from ramify.tasks.base import Item, SimpleTask, score_trajectory
+from ramify.tasks.base import DatasetTask, Item, score_trajectory
 from ramify.tasks.validation import answer_only_trajectory
 
 ITEMS = [Item(f"question {n}", id=f"t/test/{n}") for n in range(100)]
@@ -104,7 +104,7 @@ def test_reward_is_the_number_of_the_label(
     server: Server, path: str, options: dict[str, Any], sign: int
 ) -> None:
     model = RewardModel(server.url + path, **options)
-    task = SimpleTask("t", {"test": ITEMS}, model)
+    task = DatasetTask("t", {"test": ITEMS}, model)
     rewards = score_trajectory(task, ITEMS[3], answer_only_trajectory(ITEMS[3], "four")).rewards
     assert rewards == {"correct": sign * len("question 3\n\nfour")}
 

@@ -24,7 +24,7 @@ from ramify.evaluate.run_evaluation import (
     read_evaluation,
 )
 from ramify.evaluate.statistics import share_with_interval
-from ramify.tasks.base import Item, SimpleTask, TaskStart
+from ramify.tasks.base import DatasetTask, Item, RolloutInitialState
 from ramify.tasks.scoring import exact
 from ramify.testing.scripted_client import refused
 from ramify.types.message import Message
@@ -180,7 +180,7 @@ def test_item_with_too_few_scored_attempts_is_excluded_from_pass_at_k() -> None:
     ],
 )
 def test_failing_task_is_named_in_the_outcome(change: dict[str, Any], error: str) -> None:
-    task = SimpleTask(**{"name": "size", "splits": TASK.splits, "reward": TASK.reward, **change})
+    task = DatasetTask(**{"name": "size", "splits": TASK.splits, "reward": TASK.reward, **change})
     (outcome,) = evaluated(right, task, of=plan(items=1)).outcomes
     assert outcome.reward is None
     assert outcome.error.startswith(error)
@@ -189,7 +189,7 @@ def test_failing_task_is_named_in_the_outcome(change: dict[str, Any], error: str
 def test_item_that_cannot_be_asked_does_not_affect_the_others() -> None:
     """The engine refuses an empty context: the item is named, and the other items are asked."""
     items = [ITEMS[0], Item("How many?", [], gold=1, id="size/test/empty"), ITEMS[1]]
-    done = evaluated(right, SimpleTask("size", {"test": items}, TASK.reward), of=plan(items=3))
+    done = evaluated(right, DatasetTask("size", {"test": items}, TASK.reward), of=plan(items=3))
     assert [outcome.reward for outcome in done.outcomes] == [1.0, None, 1.0]
     assert done.outcomes[1].error.startswith(
         "task 'size', item size/test/empty: the context is empty"
@@ -199,8 +199,8 @@ def test_item_that_cannot_be_asked_does_not_affect_the_others() -> None:
 def test_metadata_of_on_end_reaches_the_trajectory() -> None:
     ended: list[Any] = []
 
-    async def begin(item: Any) -> TaskStart:
-        return TaskStart(
+    async def begin(item: Any) -> RolloutInitialState:
+        return RolloutInitialState(
             context=item.context,
             tools={"double": lambda x: 2 * x},
             on_end=lambda answer: ended.append(answer) or {"a": 1},
@@ -210,7 +210,7 @@ def test_metadata_of_on_end_reaches_the_trajectory() -> None:
         seen.append((outcome.item, trajectory.metadata["a"], trajectory.task, trajectory.rewards))
 
     seen: list[Any] = []
-    task = SimpleTask("size", TASK.splits, TASK.reward, begin=begin)
+    task = DatasetTask("size", TASK.splits, TASK.reward, begin=begin)
     found = evaluated(
         ["FINAL(double(len(context)))"], task, of=plan(items=1), on_outcome=on_outcome
     )
@@ -222,7 +222,7 @@ def test_reward_that_takes_too_long_is_an_error() -> None:
     import threading
 
     never = threading.Event()
-    task = SimpleTask("size", TASK.splits, lambda answer, item: float(never.wait(60)))
+    task = DatasetTask("size", TASK.splits, lambda answer, item: float(never.wait(60)))
     try:
         (outcome,) = evaluated(right, task, of=plan(items=1), grace_s=0.2).outcomes
     finally:
@@ -382,10 +382,10 @@ def test_unfinished_attempts_continue_from_their_journals(tmp_path: Path) -> Non
     def size(text: str) -> int:
         return len(text)
 
-    async def prepare(item: Item) -> TaskStart:
-        return TaskStart(context=item.context, tools={"size": size})
+    async def prepare(item: Item) -> RolloutInitialState:
+        return RolloutInitialState(context=item.context, tools={"size": size})
 
-    task = SimpleTask("size", {"test": ITEMS}, exact, begin=prepare)
+    task = DatasetTask("size", {"test": ITEMS}, exact, begin=prepare)
     store, records = Store(tmp_path), EvaluationStore(tmp_path)
     first = records.create(plan(items=4))
     before = evaluated(model, task, of=first.plan, record=first, store=store, concurrency=1)

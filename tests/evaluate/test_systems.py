@@ -17,10 +17,10 @@ from ramify.evaluate.systems.base import (
     EvaluatedSystem,
     EvaluatedSystemAnswer,
     MeteredModelAccess,
-    PerItemBudget,
+    TaskItemBudget,
 )
 from ramify.evaluate.systems.peer_libraries import PEERS, PeerLibrarySystem
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.types.trajectory import Stop
 
 QUESTION = 'Which word is "first", and who\'s \u00e9mile?'
@@ -33,7 +33,7 @@ def seat() -> MeteredModelAccess:
         key="rk-secret-of-this-seat",
         model="model",
         window=1000,
-        budget=PerItemBudget(),
+        budget=TaskItemBudget(),
         price=None,
     )
 
@@ -133,7 +133,7 @@ def test_a_missing_peer_names_the_command_that_installs_it(
 
 
 def test_an_attempt_is_scored_and_a_failure_scores_as_no_answer(tmp_path: Path) -> None:
-    task = SimpleTask("t", {"test": []}, lambda answer, item: float(answer == item.gold))
+    task = DatasetTask("t", {"test": []}, lambda answer, item: float(answer == item.gold))
     item = Item("How many?", "context", gold="12", kind="count", id="t/test/0")
     right = parse_system(script(tmp_path, "print(12)"))
     outcome = asyncio.run(attempt_with_system(right, task, item, 0, seat=seat()))
@@ -230,7 +230,7 @@ def test_the_peers_of_benchmarks_have_the_same_versions() -> None:
 
 
 def test_an_outage_of_the_model_leaves_the_attempt_to_be_made_again(tmp_path: Path) -> None:
-    task = SimpleTask("t", {"test": []}, lambda answer, item: float(answer == item.gold))
+    task = DatasetTask("t", {"test": []}, lambda answer, item: float(answer == item.gold))
     item = Item("How many?", "context", gold="12", id="t/test/0")
     system = parse_system(script(tmp_path, "sys.exit(1)"))
     place = seat()

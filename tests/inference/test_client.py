@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from ramify.clients.base import Client, KnownPrefix, Request, Sampling, Tool
 from ramify.engine.prompt_scaffold import trained_scaffold_name
-from ramify.errors import ConfigError, Refused, ServerFailed
-from ramify.inference.base import InferenceClient
+from ramify.errors import ConfigError, RequestRefusedError, ServerStatusError
+from ramify.inference.base import UpdatableInferenceClient
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.chat_renderer import prompt_ids
 from ramify.models.load import SamplingDefaults, save_policy
@@ -58,7 +58,7 @@ def sampling_request(
 @with_client
 async def test_local_client_implements_the_client_protocols(client: LocalClient) -> None:
     assert isinstance(client, Client)
-    assert isinstance(client, InferenceClient)
+    assert isinstance(client, UpdatableInferenceClient)
     assert (client.window, client.price and client.price.output, trained_scaffold_name(client)) == (
         WINDOW,
         0.0,
@@ -178,14 +178,17 @@ async def test_reply_ends_at_its_end_token(client: LocalClient) -> None:
 @with_client
 async def test_prompt_beyond_the_window_is_refused(client: LocalClient) -> None:
     with pytest.raises(
-        Refused, match=rf"the prompt has \d+ tokens \(1 messages\), and the window of {WINDOW}"
+        RequestRefusedError,
+        match=rf"the prompt has \d+ tokens \(1 messages\), and the window of {WINDOW}",
     ) as caught:
         await client.complete(sampling_request(Message("user", "1234567890" * 40)))
     assert caught.value.too_long
     reply = await client.complete(sampling_request(max_tokens=10_000))
     assert reply.usage.total_tokens <= WINDOW
     known = KnownPrefix(2, tuple([5] * 200))
-    with pytest.raises(Refused, match=r"\(200 from the turns before, \d+ from 1 new messages\)"):
+    with pytest.raises(
+        RequestRefusedError, match=r"\(200 from the turns before, \d+ from 1 new messages\)"
+    ):
         await client.complete(
             sampling_request(USER, Message("assistant"), Message("user", "12345" * 20), known=known)
         )
@@ -273,7 +276,7 @@ async def test_mismatched_weights_are_refused_without_effect(client: LocalClient
 async def test_failed_step_fails_only_the_waiting_requests(client: LocalClient) -> None:
     norm = client.policy.model.get_submodule("model.norm")
     handle = norm.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ServerFailed, match="the engine failed: ZeroDivisionError"):
+    with pytest.raises(ServerStatusError, match="the engine failed: ZeroDivisionError"):
         await client.complete(sampling_request())
     handle.remove()
     assert (await client.complete(sampling_request())).usage.output_tokens == 12

@@ -15,7 +15,7 @@ from ramify.inference.local.engine import InferenceEngineLimits, LocalEngine
 from ramify.inference.local.generation_request import GenerationState
 from ramify.inference.local.kv_cache import KeyValueCache, KvCacheLayout
 from ramify.inference.local.kv_cache_slots import EngineStep
-from ramify.inference.local.model_runner import SinglePassModelRunner
+from ramify.inference.local.model_runner import BatchedStepModelRunner
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
 from tests.inference.helpers import WINDOW, drained, policy
@@ -42,7 +42,7 @@ def recording_engine(made: Policy, record: Callable[..., Replay], slots: int = 8
     limits = InferenceEngineLimits(
         slots=slots, prefill_tokens=64, cache_bytes=64 << 20, window=WINDOW
     )
-    return LocalEngine(SinglePassModelRunner(model, layout, record), limits)
+    return LocalEngine(BatchedStepModelRunner(model, layout, record), limits)
 
 
 @pytest.mark.parametrize("slots", [1, 5, 8])

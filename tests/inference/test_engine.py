@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ramify.errors import Refused
+from ramify.errors import RequestRefusedError
 from ramify.inference.base import CachePressure
 from ramify.inference.local.engine import LocalEngine
 from ramify.inference.local.generation_request import GenerationState, SamplingSettings
@@ -248,7 +248,9 @@ def test_the_window_is_filled_to_its_last_token() -> None:
 
 def test_prompt_larger_than_the_cache_is_refused() -> None:
     running = engine(POLICY, cache_bytes=256 * 40)
-    with pytest.raises(Refused, match="the prompt has 40 tokens, and the cache of 0 MiB holds 40"):
+    with pytest.raises(
+        RequestRefusedError, match="the prompt has 40 tokens, and the cache of 0 MiB holds 40"
+    ):
         running.add(GenerationState([5] * 40, max_tokens=3))
     running.add(GenerationState([5] * 38, max_tokens=30))
     assert [(len(each.ids), each.end) for each in drained(running)] == [(40, "length")]

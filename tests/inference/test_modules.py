@@ -25,7 +25,7 @@ from ramify.inference.local.generation_request import (
     sample_tokens,
 )
 from ramify.inference.local.model_runner import (
-    SinglePassModelRunner,
+    BatchedStepModelRunner,
     TransformersModelRunner,
     create_runner,
 )
@@ -51,11 +51,11 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 CONFIGS: dict[str, tuple[Any, type]] = {
-    "gpt2": (GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3), SinglePassModelRunner),
-    "neox": (GPTNeoXConfig(**{**_SIZES, "num_key_value_heads": None}), SinglePassModelRunner),
-    "llama-yarn": (LlamaConfig(**_SIZES, rope_parameters=YARN), SinglePassModelRunner),
+    "gpt2": (GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3), BatchedStepModelRunner),
+    "neox": (GPTNeoXConfig(**{**_SIZES, "num_key_value_heads": None}), BatchedStepModelRunner),
+    "llama-yarn": (LlamaConfig(**_SIZES, rope_parameters=YARN), BatchedStepModelRunner),
     "qwen3-moe": (
-        Qwen3MoeConfig(**_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16), SinglePassModelRunner,
+        Qwen3MoeConfig(**_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16), BatchedStepModelRunner,
     ),
     "gemma2": (Gemma2Config(**_SIZES, head_dim=8, sliding_window=16), TransformersModelRunner),
     "mamba": (

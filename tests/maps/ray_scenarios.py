@@ -139,7 +139,7 @@ class Scenarios:
         found: dict[str, Any] = {}
         rows = [{"id": n, "text": f"an object: w{n}, {n}"} for n in range(6)]
         rows[3]["text"] = "no object"
-        asker = ramify.ray.Asker("Which?", model=MODEL, columns=["text"], answer_type=OBJECT)
+        asker = ramify.ray.RayDataAsker("Which?", model=MODEL, columns=["text"], answer_type=OBJECT)
         for form in ("pandas", "pyarrow", "numpy"):
             answered = (
                 ray.data.from_items(rows)
@@ -159,12 +159,12 @@ class Scenarios:
             answered.write_parquet(str(folder))
             sizes = {str(parquet.read_schema(path).field("size").type) for path in folder.iterdir()}
             found[f"{form} files"] = sorted(sizes)
-        limited = ramify.ray.Asker("Which?", model=MODEL, columns=["text"], max_calls=4)
+        limited = ramify.ray.RayDataAsker("Which?", model=MODEL, columns=["text"], max_calls=4)
         rows = [{"text": f"the word is q{n}"} for n in range(9)]
         answered = ray.data.from_items(rows).map_batches(limited, batch_size=3).take_all()
         found["limited"] = [row["answer"] for row in answered], answered[-1]["error"]
         try:
-            ramify.ray.Asker("Which?", model=ramify.testing.ScriptedClient(["x"]))
+            ramify.ray.RayDataAsker("Which?", model=ramify.testing.ScriptedClient(["x"]))
         except RamifyError as error:
             found["client"] = str(error)
         return found

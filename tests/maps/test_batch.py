@@ -29,7 +29,7 @@ CREATE = {"openai": "POST /v1/batches", "anthropic": "POST /v1/messages/batches"
 class BatchedMap:
     """A server, and maps of rows against it."""
 
-    def __init__(self, server: testing.BatchServer, provider: str, folder: Path) -> None:
+    def __init__(self, server: testing.FakeBatchApiServer, provider: str, folder: Path) -> None:
         self.server = server
         self.out = folder / "out.jsonl"
         self.store = ramify.Store(folder / "store")
@@ -75,13 +75,13 @@ def run(
     **options: Any,
 ) -> None:
     async def served() -> None:
-        async with testing.BatchServer(script, **options) as server:
+        async with testing.FakeBatchApiServer(script, **options) as server:
             await work(BatchedMap(server, provider, folder))
 
     asyncio.run(served())
 
 
-def at_look(server: testing.BatchServer, do: Callable[[], Any], num: int = 1) -> None:
+def at_look(server: testing.FakeBatchApiServer, do: Callable[[], Any], num: int = 1) -> None:
     """Call ``do`` when a client looks at a batch for the ``num``-th time."""
     looks = 0
 

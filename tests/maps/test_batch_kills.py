@@ -26,7 +26,7 @@ FORMS = {
 class Killed:
     """Commands against a batch server."""
 
-    def __init__(self, server: testing.BatchServer, provider: str, folder: Path) -> None:
+    def __init__(self, server: testing.FakeBatchApiServer, provider: str, folder: Path) -> None:
         name, self.create, self.results = FORMS[provider]
         self.server, self.folder = server, folder
         rows, self.out = folder / "rows.jsonl", folder / "out.jsonl"
@@ -69,7 +69,7 @@ class Killed:
 @pytest.mark.parametrize("provider", FORMS)
 def test_a_killed_map_finds_its_batches_again(provider: str, tmp_path: Path) -> None:
     async def work() -> None:
-        async with testing.BatchServer(lambda found: found[-1].content.split()[1]) as server:
+        async with testing.FakeBatchApiServer(lambda found: found[-1].content.split()[1]) as server:
             map = Killed(server, provider, tmp_path)
             # The first upload is not accepted; the second is, and its answer is lost.
             await map.stopped_at(f"POST {map.create}", is_done=False)
@@ -91,7 +91,7 @@ def test_a_killed_map_finds_its_batches_again(provider: str, tmp_path: Path) -> 
 
 def test_ctrl_c_leaves_the_batch_at_the_provider(tmp_path: Path) -> None:
     async def work() -> None:
-        async with testing.BatchServer(lambda found: "yes", holds=True) as server:
+        async with testing.FakeBatchApiServer(lambda found: "yes", holds=True) as server:
             map = Killed(server, "openai", tmp_path)
             said = await map.stopped_at("/v1/batches/batch_1", is_done=True, number=signal.SIGINT)
             assert "40 rows remain in batches at openai (batch_0, batch_1)" in said

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from ramify.errors import StoreError
-from ramify.maps.map_journal import RAY_MAPS, MapJournalHeader, RayMapMetadata, TableMapStore
-from ramify.maps.map_output import AnswerColumns
+from ramify.maps.map_journal import RAY_MAPS, MapJournalHeader, RayMapHeaderFields, TableMapStore
+from ramify.maps.map_output import AddedAnswerColumns
 from ramify.maps.map_table import row_events
 from ramify.maps.part_output import open_output_folder
 from ramify.maps.row_source import RowSource
@@ -22,13 +22,13 @@ from tests.cli.helpers import Shell
 
 pytest.importorskip("pyarrow")
 ID = "20261127-010203-map-0123456789"
-ADDED = AnswerColumns(None, "", ("id", "text"))
+ADDED = AddedAnswerColumns(None, "", ("id", "text"))
 
 
 def stored(home: Path, out: Path) -> Path:
     """Write what a map on a cluster leaves: its header, its record and two parts, of which the
     second has a row that was not asked."""
-    parts = RayMapMetadata("0123.json", ("text",), ADDED.answers, ADDED.error)
+    parts = RayMapHeaderFields("0123.json", ("text",), ADDED.answers, ADDED.error)
     header = MapJournalHeader(ID, "0123", "Is it urgent?", 5.0, "openai:m", str(out), parts=parts)
     journal = TableMapStore(home).create(header)
     journal.close()

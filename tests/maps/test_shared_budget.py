@@ -12,9 +12,9 @@ import pytest
 from ramify.engine.limits import BudgetAmount, Limits
 from ramify.errors import LimitReached, RamifyError
 from ramify.maps.shared_budget import (
+    MapBudgetActor,
+    MapRowCounts,
     RemoteBudget,
-    RowOutcomeCounts,
-    SharedBudget,
     TableMapSpending,
     read_spending,
 )
@@ -22,15 +22,15 @@ from ramify.types.message import Usage
 
 ONE = BudgetAmount(1, 100, 1.0)
 PAID = Usage(5, 5, calls=1)
-DONE = RowOutcomeCounts(answered=1)
+DONE = MapRowCounts(answered=1)
 
 
-def shared(max_calls: int = 10**9, in_flight: int = 100, **more: Any) -> SharedBudget:
+def shared(max_calls: int = 10**9, in_flight: int = 100, **more: Any) -> MapBudgetActor:
     limits = Limits(max_calls=max_calls, max_tokens=10**9, max_cost=1e9)
-    return SharedBudget(limits, in_flight, is_priced=True, **more)
+    return MapBudgetActor(limits, in_flight, is_priced=True, **more)
 
 
-def remote(budget: SharedBudget, attempt: str, pause_remaining_s: float = 0.0) -> RemoteBudget:
+def remote(budget: MapBudgetActor, attempt: str, pause_remaining_s: float = 0.0) -> RemoteBudget:
     def call(method: str, *given: Any) -> Awaitable[Any]:
         found: Awaitable[Any] = getattr(budget, method)(*given)
         return found

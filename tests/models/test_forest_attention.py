@@ -17,7 +17,7 @@ from ramify.models.forest_attention import (
     DescendantAttentionBlock,
     ForestAttention,
     ForestAttentionPlan,
-    LayerOutputRows,
+    LayerRowSelection,
 )
 from ramify.types.training_sequences import PackedTokenSegment
 
@@ -85,7 +85,7 @@ def check(
 ) -> None:
     """``rows``: those whose output is needed; None: all."""
     every = torch.tensor(rows if rows is not None else range(segments[-1].end), dtype=torch.long)
-    needed = None if rows is None else LayerOutputRows(0, every)
+    needed = None if rows is None else LayerRowSelection(0, every)
     attend = ForestAttention(segments, kernel, needed)  # type: ignore[arg-type]
     q, k, v = tensors(segments[-1].end, 4, 2, dtype)
     given_grad = torch.randn(
@@ -131,7 +131,7 @@ def test_tiles_of_a_large_forest_match_flash_attention_in_fp64(
     found = []
     for kernel, dtype in ((TILED, torch.float32), (CpuFlashKernel(), torch.double)):
         inputs = [x.detach().to(dtype).requires_grad_() for x in exact]
-        needed = None if every is None else LayerOutputRows(0, rows)
+        needed = None if every is None else LayerRowSelection(0, rows)
         o = ForestAttention(LARGE, kernel, needed)(0, *inputs, 0.3)[rows]
         found.append([o, *torch.autograd.grad(o, inputs, given_grad.to(dtype))])
     for tiled, wanted in zip(*found, strict=True):

@@ -19,7 +19,7 @@ def calibration(
 ) -> plans.PartSizeCalibration:
     """Points as (size, accuracy, dollars per million tokens)."""
     measured = (
-        plans.CalibrationPoint(size, 40, accuracy, accuracy - 0.1, 1.0, dollars)
+        plans.PartSizeAccuracy(size, 40, accuracy, accuracy - 0.1, 1.0, dollars)
         for size, accuracy, dollars in points
     )
     return plans.PartSizeCalibration(MODEL, "2026-11-27", tuple(measured), tolerance)

@@ -24,7 +24,7 @@ from ramify import (
 from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.extras.suites.oolong import oolong
 from ramify.extras.suites.oolong_pairs import oolong_pairs
-from ramify.tasks.base import SimpleTask
+from ramify.tasks.base import DatasetTask
 from ramify.types.message import Message
 from ramify.types.trajectory import Call
 from tests.plans.helpers import LABELS, QUESTION, answered, lines, reply
@@ -103,7 +103,7 @@ def test_a_session_gets_the_answer_of_the_plan_with_as_many_calls(name: str) -> 
 
 
 @pytest.mark.parametrize("suite", [oolong, oolong_pairs])
-def test_a_suite_is_answered_as_by_its_plan(suite: Callable[..., SimpleTask]) -> None:
+def test_a_suite_is_answered_as_by_its_plan(suite: Callable[..., DatasetTask]) -> None:
     """The offline model answers the leaves of both."""
     for item in suite(tokens=8_000).splits["test"][:2]:
         name, _ = plans.plan_for(item.question)

@@ -16,7 +16,7 @@ import pytest
 import ramify
 from ramify.clients.base import Request, Sampling
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
-from ramify.errors import ModelError, Refused, ServerFailed
+from ramify.errors import ModelError, RequestRefusedError, ServerStatusError
 from ramify.types.message import Message, Usage
 from ramify.types.trajectory import Stop
 from tests.real import serving
@@ -157,7 +157,7 @@ def test_seed_makes_sampling_repeatable(server):
 def test_unknown_request_field_is_refused(server):
     request = Request((Message("user", "hi"),), Sampling(extra={"return_token_ids": True}))
     error = error_of_request(server, request, "reader")
-    assert isinstance(error, Refused)
+    assert isinstance(error, RequestRefusedError)
     assert not error.transient
     assert "422" in str(error)
     assert "return_token_ids" in str(error)
@@ -168,7 +168,7 @@ def test_unknown_model_is_transient_server_error(server):
     """It answers 500 with plain text: worth another attempt, since it does not say what was
     wrong."""
     error = error_of_request(server, Request((Message("user", "hi"),), Sampling()), "absent")
-    assert isinstance(error, ServerFailed)
+    assert isinstance(error, ServerStatusError)
     assert str(error) == f"{server.model('absent')} answered 500: Internal Server Error"
 
 
@@ -177,7 +177,7 @@ def test_base_url_without_v1_is_not_found(server):
 
     async def main():
         pool = RateLimitedClientPool()
-        with pytest.raises(Refused, match="answered 404: Not Found"):
+        with pytest.raises(RequestRefusedError, match="answered 404: Not Found"):
             await pool.client(f"openai:reader@{server.url.removesuffix('/v1')}").complete(request)
         await pool.close()
 

@@ -13,8 +13,8 @@ import pytest
 
 from ramify.errors import SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.guest.busy_wait import BUSY_S, BusyWait
-from ramify.sandbox.host.transport import SharedConnectionState, SocketStream
+from ramify.sandbox.guest.busy_wait import BUSY_S, AdaptiveBusyWait
+from ramify.sandbox.host.transport import SharedConnectionBuffers, SocketStream
 from tests.sandbox.jail_helpers import answer
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="sessions are measured on Linux")
@@ -23,7 +23,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="sessions are meas
 class Stream:
     """A stream and the other end of its socket."""
 
-    def __init__(self, shared: SharedConnectionState) -> None:
+    def __init__(self, shared: SharedConnectionBuffers) -> None:
         ours, self.guest = socket.socketpair()
         self.stream = SocketStream(ours, shared)
         self.wait = shared.busy_wait
@@ -42,7 +42,7 @@ class Stream:
         return got
 
 
-def begin_to_wait(wait: BusyWait) -> None:
+def begin_to_wait(wait: AdaptiveBusyWait) -> None:
     """The first waits are left out."""
     while not wait.until(lambda: True):
         pass
@@ -61,7 +61,7 @@ def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 @contextmanager
 def streams(count: int) -> Iterator[list[Stream]]:
-    shared = SharedConnectionState()
+    shared = SharedConnectionBuffers()
     begin_to_wait(shared.busy_wait)
     with ExitStack() as stack:
         made = [Stream(shared) for _ in range(count)]
@@ -133,7 +133,7 @@ async def test_paused_stream_reads_nothing() -> None:
 
 
 def test_wait_is_short_and_is_left_out_after_misses() -> None:
-    wait, calls = BusyWait(), 0
+    wait, calls = AdaptiveBusyWait(), 0
     assert not wait.until(lambda: True)
     begin_to_wait(wait)
 

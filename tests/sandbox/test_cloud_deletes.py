@@ -16,7 +16,7 @@ from ramify.errors import SandboxError
 from ramify.extras.sandboxes.daytona import DaytonaService, DaytonaSpec
 from ramify.extras.sandboxes.e2b import E2BService, E2BSpec
 from ramify.extras.sandboxes.modal import ModalService, ModalSpec
-from ramify.extras.sandboxes.prime import PrimeService, PrimeSpec, open_provider
+from ramify.extras.sandboxes.prime import PrimeSandboxService, PrimeSpec, open_provider
 from ramify.pip_install_command import install_command
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.providers.remote import RemoteSandbox
@@ -83,7 +83,7 @@ def prime(cloud: Cloud) -> RemoteSandbox:
     sdk = types.SimpleNamespace(
         AsyncSandboxClient=lambda: cloud, CreateSandboxRequest=doubles.prime_request
     )
-    return RemoteSandbox(SPEC, PrimeService(sdk, SPEC), SandboxCapabilities(), None)
+    return RemoteSandbox(SPEC, PrimeSandboxService(sdk, SPEC), SandboxCapabilities(), None)
 
 
 async def error_of_open(cloud: Cloud) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from ramify.errors import SandboxError, SourceError
 from ramify.sandbox.base import (
-    MappedText,
+    FileBackedText,
     SandboxSpec,
     SharedContextValue,
     mapped_text,
@@ -25,7 +25,7 @@ PARTS = {
 }
 
 
-def in_file(path: Path, text: str, encoding: str = "utf-8") -> MappedText:
+def in_file(path: Path, text: str, encoding: str = "utf-8") -> FileBackedText:
     path.write_bytes(text.encode(encoding))
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -39,13 +39,13 @@ def drawn(kind: str, number: int) -> str:
 
 
 @pytest.fixture(params=PARTS)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, MappedText]:
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, FileBackedText]:
     """A text of some blocks, as a str and in a file."""
     text = drawn(request.param, 120_000)
     return text, in_file(tmp_path / "text", text)
 
 
-def test_slices_and_searches_give_what_a_str_gives(pair: tuple[str, MappedText]) -> None:
+def test_slices_and_searches_give_what_a_str_gives(pair: tuple[str, FileBackedText]) -> None:
     text, mapped = pair
     chosen = random.Random(2)
     assert len(mapped) == len(text)
@@ -70,7 +70,7 @@ def test_slices_and_searches_give_what_a_str_gives(pair: tuple[str, MappedText])
         mapped[len(text)]
 
 
-def test_lines_are_a_list_that_is_read_when_used(pair: tuple[str, MappedText]) -> None:
+def test_lines_are_a_list_that_is_read_when_used(pair: tuple[str, FileBackedText]) -> None:
     text, mapped = pair
     whole = re.findall(r"[^\n]*\n|[^\n]+\Z", text)
     for lines, expected in (
@@ -128,14 +128,14 @@ def test_other_encodings_keep_their_characters(tmp_path: Path) -> None:
         (lambda text: f"{text}", "use a slice"),
         (lambda text: 5 in text, "requires string as left operand, not int"),
         (lambda text: text["a"], "indices must be integers or slices, not str"),
-        (lambda text: text.nothing, "'MappedText' object has no attribute 'nothing'"),
+        (lambda text: text.nothing, "'FileBackedText' object has no attribute 'nothing'"),
         (lambda text: text.split(",", 1), "has no maxsplit"),
         (lambda text: text.findall(b"a"), r"text\.buffer"),
         (lambda text: text.buffer, "mapped in sessions"),
     ],
 )
 def test_what_it_lacks_is_an_error_that_says_what_to_do(
-    tmp_path: Path, use: Callable[[MappedText], Any], message: str
+    tmp_path: Path, use: Callable[[FileBackedText], Any], message: str
 ) -> None:
     with pytest.raises((TypeError, AttributeError), match=message):
         use(in_file(tmp_path / "text", "12345"))
@@ -203,7 +203,7 @@ def test_stored_context_refers_to_the_file_and_refuses_another_one(tmp_path: Pat
     assert (again.digest, again.value[:], again.kind) == (
         context.digest,
         "one\ntwo\n",
-        "MappedText",
+        "FileBackedText",
     )
     os.utime(path, (1, 1))  # the same content at another time
     assert SharedContextValue.from_encoded(data, references).value[:3] == "one"

@@ -10,10 +10,14 @@ import msgspec
 from aiohttp import web
 
 from ramify.clients.base import Request
-from ramify.errors import RamifyError, Refused
+from ramify.errors import RamifyError, RequestRefusedError
 from ramify.http_server.access import AcceptedApiKeys, ListenAddress
 from ramify.http_server.base_server import AiohttpServer
-from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, model_list_response
+from ramify.http_server.model_api_routes import (
+    CallerModelAccess,
+    ModelApiRoutes,
+    model_list_response,
+)
 from ramify.http_server.responses_api import RecentResponseStore
 from ramify.models.chat_template import split_reply, streamable_reply
 from ramify.types.message import Message, Reply, Usage
@@ -44,7 +48,7 @@ class ScriptedModel:
         if isinstance(says, RamifyError):
             raise says
         if self.num_tokens(request) >= self.window:
-            error = Refused(f"the prompt has {self.num_tokens(request)} tokens")
+            error = RequestRefusedError(f"the prompt has {self.num_tokens(request)} tokens")
             error.too_long = True
             raise error
         return [self._reply(request, says, index) for index in range(num_replies)]
@@ -95,8 +99,8 @@ async def serving(model: ScriptedModel) -> AsyncIterator[str]:
     """Serve ``model`` and yield the address without ``/v1``."""
 
     @asynccontextmanager
-    async def admit(_: web.Request) -> AsyncIterator[ModelForCaller]:
-        yield ModelForCaller(model, model.stored)
+    async def admit(_: web.Request) -> AsyncIterator[CallerModelAccess]:
+        yield CallerModelAccess(model, model.stored)
 
     async def models(http: web.Request) -> web.Response:
         return model_list_response(http, model.name, model.window)

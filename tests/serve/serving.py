@@ -13,7 +13,7 @@ import openai
 
 from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient
 from ramify.clients.base import Price
-from ramify.serve.api_keys import ApiKey, ApiKeys
+from ramify.serve.api_keys import ApiKey, ServerApiKeys
 from ramify.serve.recursive_run_server import RecursiveRunServer
 from ramify.types.message import Message
 
@@ -50,13 +50,13 @@ async def serving(
     price: Price | None = None,
     limits: Limits | None = None,
     store: Any = None,
-    keys: dict[str, ApiKey] | ApiKeys | None = None,
+    keys: dict[str, ApiKey] | ServerApiKeys | None = None,
     **options: Any,
 ) -> AsyncIterator[RecursiveRunServer]:
     is_ready = isinstance(model, ScriptedClient | str)
     client = model if is_ready else ScriptedClient(model, price=price)
     rlm = RLM(client, scaffold=MINIMAL, sandbox=SANDBOX, limits=limits, store=store)
-    given = keys if isinstance(keys, ApiKeys) else ApiKeys(keys or {})
+    given = keys if isinstance(keys, ServerApiKeys) else ServerApiKeys(keys or {})
     async with RecursiveRunServer(rlm, name="mine", keys=given, **options) as server:
         yield server
 

@@ -12,7 +12,7 @@ import pytest
 
 from ramify import Limits
 from ramify.errors import ConfigError
-from ramify.serve.api_keys import ApiKey, ApiKeys, read_keys
+from ramify.serve.api_keys import ApiKey, ServerApiKeys, read_keys
 from tests.serve.serving import LONG, PRICE, asking, cell, serving, session, user
 
 
@@ -139,11 +139,11 @@ def test_concurrent_runs_share_remaining_budget() -> None:
 def test_spend_survives_server_restart(tmp_path: Path) -> None:
     path = tmp_path / "served.json"
     keys = {"a": ApiKey(key="k", max_tokens=100_000)}
-    (caller,) = ApiKeys(keys, path).callers.values()
+    (caller,) = ServerApiKeys(keys, path).callers.values()
 
     async def test() -> int:
         async with (
-            serving(session(), keys=ApiKeys(keys, path)) as server,
+            serving(session(), keys=ServerApiKeys(keys, path)) as server,
             asking(server, "k") as client,
         ):
             reply = await client.chat.completions.create(model="m", messages=[user("x")])
@@ -151,12 +151,12 @@ def test_spend_survives_server_restart(tmp_path: Path) -> None:
             return reply.usage.total_tokens
 
     used = asyncio.run(test())
-    again = ApiKeys(keys, path)
+    again = ServerApiKeys(keys, path)
     assert again.callers["a"].spent.tokens == used
     again.callers["a"].reserve_budget(Limits())
     again.save_spending()  # as if the server were killed now: what it held counts as spent
-    assert ApiKeys({}, path).callers == {}
-    assert ApiKeys(keys, path).callers["a"].spent.tokens == 100_000
+    assert ServerApiKeys({}, path).callers == {}
+    assert ServerApiKeys(keys, path).callers["a"].spent.tokens == 100_000
     assert path.stat().st_mode & 0o777 == 0o600
     assert b'"k"' not in path.read_bytes()
     assert caller.spent.tokens == 0
@@ -168,7 +168,7 @@ def test_key_file_is_parsed_and_validated(tmp_path: Path) -> None:
     path.write_text(
         f'[alice]\nkey = "k"\nmax-runs = 4\nmax-cost = 20.0\n\n[bob]\nsha256 = "{digest}"\n'
     )
-    keys = ApiKeys(read_keys(path))
+    keys = ServerApiKeys(read_keys(path))
     assert keys.bearer_keys is not None
     assert [keys.bearer_keys.caller_of_key(key) for key in ("secret", "k", "K")] == [
         "bob",
@@ -190,7 +190,7 @@ def test_key_file_is_parsed_and_validated(tmp_path: Path) -> None:
     for text, says in wrong.items():
         path.write_text(text)
         with pytest.raises(ConfigError, match=says):
-            ApiKeys(read_keys(path))
+            ServerApiKeys(read_keys(path))
 
 
 def test_dollar_budget_needs_known_prices() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from ramify import RLM, Price, ScriptedClient
 from ramify.errors import ConfigError
-from ramify.evaluate.systems.base import NO_LIMIT, MeteredModelAccess, PerItemBudget
+from ramify.evaluate.systems.base import NO_LIMIT, MeteredModelAccess, TaskItemBudget
 from ramify.serve.metering_proxy import MeteringProxy
 from ramify.testing.reply_script import dropped, rate_limited, server_error, stalled
 from ramify.testing.scripted_client import ScriptedByteTokenizer
@@ -47,7 +47,7 @@ async def ask(client: openai.AsyncOpenAI, prompt: str = "hello", **options: Any)
 def metered(
     model: ScriptedClient,
     work: Callable[[openai.AsyncOpenAI, MeteredModelAccess, MeteringProxy], Awaitable[Any]],
-    seat_budget: PerItemBudget | None = None,
+    seat_budget: TaskItemBudget | None = None,
     **options: Any,
 ) -> Any:
     """The result of ``work`` at a seat of a meter in front of ``model``."""
@@ -119,7 +119,7 @@ def test_no_caller_passes_its_budget_by_one_token(
 ) -> None:
     # With a latency, requests of a parallel caller are in flight at the same time.
     model = talkative(latency_s=0.002 if is_parallel else 0.0)
-    budget = PerItemBudget(max_tokens=20_011)
+    budget = TaskItemBudget(max_tokens=20_011)
 
     async def work(client: openai.AsyncOpenAI, seat: MeteredModelAccess, _: MeteringProxy) -> None:
         asking = [until_refused(client, options) for _ in range(8 if is_parallel else 1)]
@@ -153,7 +153,7 @@ def test_dollars_and_calls_are_limits_too() -> None:
         assert seat.cost == pytest.approx(cost, rel=1e-9)
         assert 0.12 < cost <= 0.1234 * (1 + 1e-9)
 
-    metered(model, dollars, PerItemBudget(max_cost=0.1234))
+    metered(model, dollars, TaskItemBudget(max_cost=0.1234))
 
     async def calls(client: openai.AsyncOpenAI, seat: MeteredModelAccess, _: MeteringProxy) -> None:
         replies = await asyncio.gather(
@@ -163,7 +163,7 @@ def test_dollars_and_calls_are_limits_too() -> None:
         assert sum(isinstance(reply, openai.APIStatusError) for reply in replies) == 1
 
     brief = ScriptedClient(lambda messages: "ok", latency_s=0.01)
-    metered(brief, calls, PerItemBudget(max_calls=7))
+    metered(brief, calls, TaskItemBudget(max_calls=7))
 
 
 def test_a_prompt_is_counted_exactly_if_its_template_is_here() -> None:
@@ -175,7 +175,7 @@ def test_a_prompt_is_counted_exactly_if_its_template_is_here() -> None:
         ids = 1 + 10 + 1 + 1
         assert model.requests[0].sampling.max_tokens == 50 - ids
 
-    metered(model, work, PerItemBudget(max_tokens=50))
+    metered(model, work, TaskItemBudget(max_tokens=50))
 
 
 def test_the_count_is_that_of_our_journal() -> None:
@@ -257,7 +257,7 @@ def test_the_record_has_each_request_and_each_message_once(tmp_path: Path) -> No
         assert seat.key not in text
         assert meter.key not in text
 
-    metered(talkative(), work, PerItemBudget(max_tokens=3000), record=record)
+    metered(talkative(), work, TaskItemBudget(max_tokens=3000), record=record)
     assert record.stat().st_mode & 0o777 == 0o600
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert [line["type"] for line in lines] == ["message", "request", "request"] * 1 + [
@@ -303,13 +303,13 @@ def test_seats_are_opened_over_http() -> None:
                     await owner.post("/seats", body=wrong, cast_to=object)
 
     metered(
-        ScriptedClient(lambda messages: "ok"), work, NO_LIMIT, budget=PerItemBudget(max_calls=3)
+        ScriptedClient(lambda messages: "ok"), work, NO_LIMIT, budget=TaskItemBudget(max_calls=3)
     )
 
 
 def test_a_limit_in_dollars_needs_a_price() -> None:
     async def run() -> None:
-        async with MeteringProxy(talkative(), budget=PerItemBudget(max_cost=1.0)):
+        async with MeteringProxy(talkative(), budget=TaskItemBudget(max_cost=1.0)):
             pass
 
     with pytest.raises(ConfigError, match="has no known price; limit calls or tokens"):

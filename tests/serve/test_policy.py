@@ -16,7 +16,7 @@ import pytest
 
 from ramify.clients.base import Request, Sampling, Tool
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
-from ramify.errors import ConfigError, Refused
+from ramify.errors import ConfigError, RequestRefusedError
 from ramify.http_server.access import ListenAddress
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
@@ -241,7 +241,7 @@ def test_configured_key_is_required() -> None:
         async with serving(key="secret") as (server, _):
             assert (await ask(server, key="secret")).usage.output_tokens == 12
             for key in ("", "wrong"):
-                with pytest.raises(Refused, match="401"):
+                with pytest.raises(RequestRefusedError, match="401"):
                     await ask(server, key=key)
             async with (
                 session(server) as http,

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SourceError
-from ramify.sources.load_sources import SourceProblem, load
+from ramify.sources.load_sources import UnreadableSource, load
 
 FILES = {"a.txt": b"text", "sub/b.csv": b"x,y\n1,2\n", "sub/pic.png": b"\x89PNG\r\n", ".hid": b"h"}
 
@@ -49,7 +49,7 @@ def test_zip_members_become_separate_texts(tmp_path: Path):
     assert loaded.context == {"z.zip/a.txt": "text", "z.zip/sub/b.csv": "x,y\n1,2\n"}
     assert loaded.items[1].detail == "CSV: 2 columns x, y; 1 row"
     assert loaded.problems == [
-        SourceProblem(
+        UnreadableSource(
             "z.zip/sub/pic.png", "is a picture in an archive: unpack it, and name the picture"
         )
     ]
@@ -72,10 +72,10 @@ def test_tar_members_become_separate_texts(
     loaded = load([tmp_path / name])
     assert loaded.context == {f"{name}/a.txt": "text", f"{name}/sub/b.csv": "x,y\n1,2\n"}
     assert loaded.problems == [
-        SourceProblem(
+        UnreadableSource(
             f"{name}/sub/pic.png", "is a picture in an archive: unpack it, and name the picture"
         ),
-        SourceProblem(f"{name}/passwd", "is a link or a device, not a file"),
+        UnreadableSource(f"{name}/passwd", "is a link or a device, not a file"),
     ]
 
 
@@ -117,8 +117,8 @@ def test_nested_archives_are_reported(tmp_path: Path):
     assert loaded.context == {"z.zip/t.txt": "t"}
     reason = "is an archive within an archive: unpack the outer one first"
     assert loaded.problems == [
-        SourceProblem("z.zip/in.zip", reason),
-        SourceProblem("z.zip/in.gz", reason),
+        UnreadableSource("z.zip/in.zip", reason),
+        UnreadableSource("z.zip/in.gz", reason),
     ]
 
 

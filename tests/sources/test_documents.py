@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SourceError
-from ramify.sources.load_sources import SourceProblem, load
+from ramify.sources.load_sources import UnreadableSource, load
 
 pytest.importorskip("markitdown")
 
@@ -275,7 +275,7 @@ def test_attachments_of_attachments_end(tmp_path: Path):
     loaded = load([tmp_path / "a.eml"])
     assert len(loaded.items) == 4
     assert loaded.problems == [
-        SourceProblem(
+        UnreadableSource(
             "a.eml/m.eml/m.eml/m.eml/m.eml",
             "is attached below 3 messages: save it and name it",
         )
@@ -493,11 +493,11 @@ def test_encrypted_documents_are_one_sentence_each(tmp_path: Path):
             archive.writestr(name, data)
     (tmp_path / "good.txt").write_text("good")
     assert load([tmp_path]).problems == [
-        SourceProblem("a.docx", "is an encrypted document: save it without a password"),
-        SourceProblem("b.pptx", "is an encrypted document: save it without a password"),
-        SourceProblem("c.xlsx", "is an encrypted workbook: save it without a password"),
-        SourceProblem("d.doc", "is an old Office document: save it as text or PDF"),
-        SourceProblem("e.odt", "is an encrypted document: save it without a password"),
+        UnreadableSource("a.docx", "is an encrypted document: save it without a password"),
+        UnreadableSource("b.pptx", "is an encrypted document: save it without a password"),
+        UnreadableSource("c.xlsx", "is an encrypted workbook: save it without a password"),
+        UnreadableSource("d.doc", "is an old Office document: save it as text or PDF"),
+        UnreadableSource("e.odt", "is an encrypted document: save it without a password"),
     ]
 
 

@@ -20,7 +20,7 @@ import pyarrow
 import pytest
 
 from ramify.errors import SourceError
-from ramify.sources.load_sources import LoadedSourceItem, SourceProblem, load
+from ramify.sources.load_sources import LoadedSourceInfo, UnreadableSource, load
 
 
 def write_tree(root: Path, files: dict[str, str | bytes]) -> Path:
@@ -39,7 +39,7 @@ def test_single_file_context_is_its_text(tmp_path: Path):
     path = write_tree(tmp_path, {"notes.txt": "größer\r\nline 2\n"}) / "notes.txt"
     loaded = load([path])
     assert loaded.context == "größer\r\nline 2\n"
-    assert loaded.items == [LoadedSourceItem("notes.txt", "text", 15, 17)]
+    assert loaded.items == [LoadedSourceInfo("notes.txt", "text", 15, 17)]
     assert (loaded.problems, loaded.left_out, loaded.tools) == ([], {}, {})
     assert loaded.manifest() == "It is the text of 'notes.txt'."
     assert loaded.describe() == ["notes.txt: text, 15 characters"]
@@ -98,7 +98,7 @@ def test_globs_not_expanded_by_shell_are_expanded(tmp_path: Path):
     )
     loaded = load([f"{tmp_path}/**/*.py"])
     assert loaded.context == {"[x].py": "x", "a.py": "a", "b/c.py": "c"}
-    assert loaded.problems == [SourceProblem("b/bin.py", "is binary")]
+    assert loaded.problems == [UnreadableSource("b/bin.py", "is binary")]
     assert load([f"{tmp_path}/[x].py"]).context == "x"
     with pytest.raises(SourceError, match=r"\*\.rs matches nothing: check the pattern"):
         load([f"{tmp_path}/*.rs"])
@@ -258,9 +258,9 @@ def test_hidden_files_and_links_are_left_out(tmp_path: Path):
     }
     refused = "is a link out of the folder: name its target to read it"
     assert loaded.problems == [
-        SourceProblem("broken", "is a broken link"),
-        SourceProblem("out", refused),
-        SourceProblem("up", refused),
+        UnreadableSource("broken", "is a broken link"),
+        UnreadableSource("out", refused),
+        UnreadableSource("up", refused),
     ]
     assert load([root / "out"]).context == "secret"
     assert load([root / ".env"]).context == "KEY=1"
@@ -282,9 +282,9 @@ def test_unreadable_files_in_folder_are_reported(tmp_path: Path):
         loaded = load([tmp_path])
     assert loaded.context == {"a.txt": "a"}
     assert loaded.problems == [
-        SourceProblem("pipe", "is a pipe, a socket or a device"),
-        SourceProblem("s", "cannot be read: No such device or address"),
-        SourceProblem("x.bin", "is binary"),
+        UnreadableSource("pipe", "is a pipe, a socket or a device"),
+        UnreadableSource("s", "cannot be read: No such device or address"),
+        UnreadableSource("x.bin", "is binary"),
     ]
     why = "pictures beside texts: name them to load them, as in folder/*.png"
     assert loaded.left_out == {why: ["y.png", "z.dat"]}
@@ -327,8 +327,8 @@ def test_permission_errors_are_reported(tmp_path: Path):
     (tmp_path / "c").chmod(0)
     try:
         assert load([tmp_path]).problems == [
-            SourceProblem("b.txt", "cannot be read: Permission denied"),
-            SourceProblem("c/", "cannot be listed: Permission denied"),
+            UnreadableSource("b.txt", "cannot be read: Permission denied"),
+            UnreadableSource("c/", "cannot be listed: Permission denied"),
         ]
         with pytest.raises(
             SourceError, match=r"b\.txt cannot be read: Permission denied; check its permissions"
@@ -499,7 +499,7 @@ def test_whole_asyncio_package_is_loaded():
 
 def test_strict_load_stops_at_first_file_that_cannot_be_read(tmp_path: Path):
     write_tree(tmp_path, {"a.txt": "a", "b.bin": b"\0\1", ".hidden": "x"})
-    assert load([tmp_path]).problems == [SourceProblem("b.bin", "is binary")]
+    assert load([tmp_path]).problems == [UnreadableSource("b.bin", "is binary")]
     with pytest.raises(SourceError, match=r"^b\.bin is binary; .* remove --strict$"):
         load([tmp_path], strict=True)
     (tmp_path / "b.bin").unlink()

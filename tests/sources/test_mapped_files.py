@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SourceError
-from ramify.sandbox.base import MappedText
+from ramify.sandbox.base import FileBackedText
 from ramify.sources.load_sources import load
 
 TINY = 1000
@@ -17,7 +17,7 @@ def test_large_file_stays_on_disk_and_a_small_one_does_not(tmp_path: Path) -> No
     large.write_text("größe\n" * 1000)
     small.write_text("größe\n")
     loaded = load([large], mapped_bytes=TINY)
-    assert isinstance(loaded.context, MappedText)
+    assert isinstance(loaded.context, FileBackedText)
     assert loaded.context[:7] == "größe\ng"
     assert loaded.describe() == ["a.log: text, 6,000 characters, stays in its file"]
     assert loaded.manifest() == "It is the text of 'a.log'."

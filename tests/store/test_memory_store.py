@@ -11,12 +11,12 @@ import pytest
 from ramify import (
     MemoryStore,
     RunStore,
+    RunSuspendedError,
     SandboxError,
     SandboxSpec,
     ScoreAdded,
     Store,
     StoreError,
-    Suspended,
 )
 from ramify.errors import ConfigError, RunInUse, UnknownRun
 from ramify.testing.reply_script import refused
@@ -84,7 +84,7 @@ def test_a_suspended_conversation_goes_on(store: RunStore) -> None:
                 await conversation.aask("first?")
                 with pytest.raises(RunInUse):
                     store.check_free("last")
-                with pytest.raises(Suspended) as caught:
+                with pytest.raises(RunSuspendedError) as caught:
                     await conversation.aask("second?")
             store.check_free("last")
             is_valid = True

@@ -14,7 +14,7 @@ from ramify.errors import LimitReached, ModelError, ReplayDiverged, StoreError
 from ramify.store.folder_store import Store
 from ramify.store.recorded_replies import RunEventIndex
 from ramify.store.reply_cache import ModelReplyCache
-from ramify.types.event import AttemptFailed, CallEnded, NoteAdded, RequestStarted
+from ramify.types.event import CallEnded, NoteAdded, RequestAttemptFailed, RequestStarted
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Stop
 from tests.data.golden import HASHES, events
@@ -82,7 +82,7 @@ def test_tool_results_are_matched_by_position_and_arguments():
 
 def test_requests_in_flight_when_run_was_killed_are_listed():
     whole = events()
-    at = next(index for index, event in enumerate(whole) if isinstance(event, AttemptFailed))
+    at = next(index for index, event in enumerate(whole) if isinstance(event, RequestAttemptFailed))
     assert RunEventIndex(whole).in_flight_requests() == []
     killed = whole[: at + 1]  # both calls of the batch were sent, and one attempt had failed
     recording = RunEventIndex(killed)

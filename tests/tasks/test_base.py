@@ -17,10 +17,10 @@ import torch
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import (
     SPLITS,
+    DatasetTask,
     GeneratedSplit,
     Item,
     Score,
-    SimpleTask,
     Task,
     TrajectoryRewardFunction,
     generated,
@@ -38,7 +38,7 @@ def make(rng: random.Random) -> Item:
     return Item("How often does 'teal' occur?", " ".join(words), gold=words.count("teal"))
 
 
-TEAL = SimpleTask("teal", generated("teal", make), numeric)
+TEAL = DatasetTask("teal", generated("teal", make), numeric)
 
 
 def test_simple_task_implements_the_task_protocol() -> None:
@@ -134,7 +134,7 @@ def test_reward_function_may_return_number_mapping_or_score(
     worth: Any, rewards: Mapping[str, float], metrics: Mapping[str, float]
 ) -> None:
     trajectory = score_trajectory(
-        SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth),
+        DatasetTask("t", {"test": [ITEM]}, lambda answer, item: worth),
         ITEM,
         answer_only_trajectory(ITEM, 7),
     )
@@ -142,7 +142,7 @@ def test_reward_function_may_return_number_mapping_or_score(
 
 
 def test_whole_trajectory_reward_gets_the_trajectory() -> None:
-    task = SimpleTask(
+    task = DatasetTask(
         "t",
         {"test": [ITEM]},
         TrajectoryRewardFunction(lambda item, trajectory: float(len(trajectory.calls))),
@@ -172,7 +172,7 @@ def test_whole_trajectory_reward_gets_the_trajectory() -> None:
 def test_invalid_reward_names_task_and_item(worth: Any, message: str) -> None:
     with pytest.raises(RamifyError, match=f"task 't', item t/test/0: .*{message}"):
         score_trajectory(
-            SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth),
+            DatasetTask("t", {"test": [ITEM]}, lambda answer, item: worth),
             ITEM,
             answer_only_trajectory(ITEM, 7),
         )
@@ -189,7 +189,7 @@ def test_async_reward_is_awaited_on_one_loop_for_all_answers() -> None:
     async def whole(item: Item, trajectory: Trajectory) -> Score:
         return Score({"correct": 0.5}, metrics={"calls": len(trajectory.calls)})
 
-    task = SimpleTask("t", {"test": [ITEM]}, late)
+    task = DatasetTask("t", {"test": [ITEM]}, late)
     assert validate(task) == ""
     assert [
         score_trajectory(task, ITEM, answer_only_trajectory(ITEM, answer)).rewards
@@ -201,7 +201,7 @@ def test_async_reward_is_awaited_on_one_loop_for_all_answers() -> None:
     assert len(loops) == 5
     assert len(set(loops)) == 1
     found = score_trajectory(
-        SimpleTask("t", {"test": [ITEM]}, TrajectoryRewardFunction(whole)),
+        DatasetTask("t", {"test": [ITEM]}, TrajectoryRewardFunction(whole)),
         ITEM,
         answer_only_trajectory(ITEM, 7),
     )
@@ -212,13 +212,13 @@ def test_coroutine_inside_a_score_is_rejected() -> None:
     async def late() -> float:
         return 1.0
 
-    task: Any = SimpleTask("t", {"test": [ITEM]}, lambda answer, item: {"late": late()})
+    task: Any = DatasetTask("t", {"test": [ITEM]}, lambda answer, item: {"late": late()})
     with pytest.raises(RamifyError, match=r"reward 'late' is a coroutine: await it"):
         score_trajectory(task, ITEM, answer_only_trajectory(ITEM, 7))
 
 
 def test_score_that_calls_sys_exit_is_reported_as_failed() -> None:
-    task = SimpleTask("t", {"test": [ITEM]}, lambda answer, item: sys.exit(3))
+    task = DatasetTask("t", {"test": [ITEM]}, lambda answer, item: sys.exit(3))
     with pytest.raises(RamifyError, match="item t/test/0: its score raised SystemExit: 3"):
         score_trajectory(task, ITEM, answer_only_trajectory(ITEM, 7))
 
@@ -228,11 +228,11 @@ def test_score_that_calls_sys_exit_is_reported_as_failed() -> None:
 def test_numpy_and_torch_golds_are_compared_by_value(gold: Any, reward: Any) -> None:
     item = Item("How many?", gold=gold, id="t/test/0")
     assert isinstance(item.gold, int | float)
-    validate(SimpleTask("t", {"test": [item]}, reward))
+    validate(DatasetTask("t", {"test": [item]}, reward))
 
 
 def test_failing_score_names_task_and_item() -> None:
-    task = SimpleTask("t", {"test": [ITEM]}, lambda answer, item: answer["x"])
+    task = DatasetTask("t", {"test": [ITEM]}, lambda answer, item: answer["x"])
     with pytest.raises(RamifyError, match="task 't', item t/test/0: its score raised TypeError"):
         score_trajectory(task, ITEM, answer_only_trajectory(ITEM, 7))
 
@@ -240,8 +240,8 @@ def test_failing_score_names_task_and_item() -> None:
 # --- validate
 
 
-def of(*items: Item, reward: Any = exact, **more: Any) -> SimpleTask:
-    return SimpleTask("t", {"test": items}, reward, **more)
+def of(*items: Item, reward: Any = exact, **more: Any) -> DatasetTask:
+    return DatasetTask("t", {"test": items}, reward, **more)
 
 
 def test_validate_accepts_correct_tasks() -> None:
@@ -296,7 +296,7 @@ def test_validate_skips_and_counts_items_without_gold_answer() -> None:
         (of(Item("?", gold=7)), r"item \(without an id\): an item needs an id"),
         (of(), "its split 'test' is empty"),
         (
-            SimpleTask(
+            DatasetTask(
                 "t",
                 {"train": [msgspec.structs.replace(ITEM, id="t/train/4")], "test": [ITEM]},
                 exact,
@@ -305,7 +305,7 @@ def test_validate_skips_and_counts_items_without_gold_answer() -> None:
         ),
     ],
 )
-def test_validate_names_the_item_that_is_wrong(task: SimpleTask, message: str | None) -> None:
+def test_validate_names_the_item_that_is_wrong(task: DatasetTask, message: str | None) -> None:
     if message is None:
         validate(task)
         return
@@ -315,6 +315,6 @@ def test_validate_names_the_item_that_is_wrong(task: SimpleTask, message: str | 
 
 def test_task_without_splits_or_reward_function_is_rejected() -> None:
     with pytest.raises(ConfigError, match="needs a name and at least one split"):
-        SimpleTask("t", {}, exact)
+        DatasetTask("t", {}, exact)
     with pytest.raises(ConfigError, match="its reward is a str; give a function"):
-        SimpleTask("t", {"test": [ITEM]}, "exact")  # type: ignore[arg-type]
+        DatasetTask("t", {"test": [ITEM]}, "exact")  # type: ignore[arg-type]

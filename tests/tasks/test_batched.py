@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.tasks.base import Item, SimpleTask, score_trajectory
+from ramify.tasks.base import DatasetTask, Item, score_trajectory
 from ramify.tasks.data import dataset
 from ramify.tasks.scoring.batched import BatchedReward
 from ramify.tasks.validation import answer_only_trajectory, validate
@@ -27,7 +27,7 @@ def test_function_gets_lists_of_the_columns_that_it_names() -> None:
         seen.append({"completions": completions, "gold": gold, "level": level})
         return [float(text == right) for text, right in zip(completions, gold, strict=True)]
 
-    task = SimpleTask("t", {"test": ITEMS}, BatchedReward(same))
+    task = DatasetTask("t", {"test": ITEMS}, BatchedReward(same))
     assert validate(task) == ""
     assert seen[:3] == [
         {"completions": ["1"], "gold": ["1"], "level": [0]},
@@ -44,7 +44,7 @@ def test_all_columns_for_a_function_of_keywords() -> None:
         return [1.0]
 
     score_trajectory(
-        SimpleTask("t", {"test": ITEMS}, BatchedReward(reward)),
+        DatasetTask("t", {"test": ITEMS}, BatchedReward(reward)),
         ITEMS[3],
         answer_only_trajectory(ITEMS[3], 4),
     )
@@ -70,14 +70,14 @@ def test_function_of_completions_needs_no_wrapper() -> None:
     with pytest.raises(
         ConfigError, match=r"cannot be called with one answer: give BatchedReward\(same\)"
     ):
-        SimpleTask("t", {"test": ITEMS}, same)  # type: ignore[arg-type]
+        DatasetTask("t", {"test": ITEMS}, same)  # type: ignore[arg-type]
 
 
 def test_function_with_other_parameters_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"reward narrow\(answer\) cannot be called with \(answer,"
     ):
-        SimpleTask("t", {"test": ITEMS}, narrow)  # type: ignore[arg-type]
+        DatasetTask("t", {"test": ITEMS}, narrow)  # type: ignore[arg-type]
 
 
 def narrow(answer):  # type: ignore[no-untyped-def]
@@ -122,7 +122,7 @@ def test_rewards_of_an_evaluation_are_batched() -> None:
     def same(completions: list[str], gold: list[str]) -> list[float]:
         return [float(text == right) for text, right in zip(completions, gold, strict=True)]
 
-    task = SimpleTask("t", {"test": ITEMS}, BatchedReward(same))
+    task = DatasetTask("t", {"test": ITEMS}, BatchedReward(same))
     found = evaluated(lambda messages: "FINAL('3')", task, of=plan(items=6, task="t"))
     assert [each.rewards for each in found.outcomes] == [
         {"correct": float(n == 2)} for n in range(6)
@@ -140,7 +140,7 @@ def test_rewards_of_an_evaluation_are_batched() -> None:
     ],
 )
 def test_a_batch_that_fails_names_the_function(function: Any, message: str) -> None:
-    task = SimpleTask("t", {"test": ITEMS}, BatchedReward(function))
+    task = DatasetTask("t", {"test": ITEMS}, BatchedReward(function))
     for _ in range(2):  # and it does not block the next
         with pytest.raises(RamifyError, match=message):
             score_trajectory(task, ITEMS[0], answer_only_trajectory(ITEMS[0], "1"))

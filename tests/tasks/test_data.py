@@ -220,10 +220,10 @@ def test_file_that_is_not_parquet_is_rejected(tmp_path: Path) -> None:
 MINE = """
 from ramify.tasks.base import Item, generated
 from ramify.tasks.scoring import exact
-from ramify.tasks.base import SimpleTask
+from ramify.tasks.base import DatasetTask
 
 def mine(size: int = 3):
-    return SimpleTask("mine", generated("mine", lambda rng: Item("?", gold=rng.random()), size=size), exact)
+    return DatasetTask("mine", generated("mine", lambda rng: Item("?", gold=rng.random()), size=size), exact)
 
 made = mine()
 other = 5

@@ -19,7 +19,7 @@ from ramify.tasks.ledger.scripted_demonstrator import (
     NOISY,
     LedgerCallDemonstration,
     LedgerDemonstrator,
-    LedgerDemonstratorHabits,
+    LedgerMistakeRates,
     demonstrations,
     simulate_demonstration,
 )
@@ -143,7 +143,7 @@ def test_demonstrations_depend_only_on_item_and_seed() -> None:
 # --- comparison with the engine
 
 
-def run_in_engine(item: Item, habits: LedgerDemonstratorHabits, seed: int) -> Trajectory:
+def run_in_engine(item: Item, habits: LedgerMistakeRates, seed: int) -> Trajectory:
     async def run() -> Trajectory:
         spec = SandboxSpec(provider="process", allow_weaker=True)
         model = LedgerDemonstrator(item, habits, seed)
@@ -154,23 +154,21 @@ def run_in_engine(item: Item, habits: LedgerDemonstratorHabits, seed: int) -> Tr
     return asyncio.run(run())
 
 
-def sample() -> Iterator[tuple[Item, LedgerDemonstratorHabits]]:
+def sample() -> Iterator[tuple[Item, LedgerMistakeRates]]:
     """Yield items for each strategy, with and without errors."""
     yield from ((item, NOISY) for item in items(SINGLE, 6))
     yield from ((item, NOISY) for item in items(SEVERAL, 10))
     yield of_kind(SEVERAL, "multi sum"), EXPERT
     yield (
         of_kind(SEVERAL, "multi count"),
-        LedgerDemonstratorHabits(recurses=0.0, delegates_whole=1.0),
+        LedgerMistakeRates(recurses=0.0, delegates_whole=1.0),
     )
 
 
 @pytest.mark.parametrize(
     ("item", "habits"), list(sample()), ids=lambda each: each.id if isinstance(each, Item) else ""
 )
-def test_played_demonstration_matches_the_engine(
-    item: Item, habits: LedgerDemonstratorHabits
-) -> None:
+def test_played_demonstration_matches_the_engine(item: Item, habits: LedgerMistakeRates) -> None:
     """Same messages in every call, same answers, and call rewards that agree with ``play``."""
     trajectory = score_trajectory(SINGLE, item, run_in_engine(item, habits, 0))
     played = simulate_demonstration(item, habits, 0, TEXTS)

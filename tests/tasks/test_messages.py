@@ -12,7 +12,7 @@ import pytest
 from ramify import RLM, Message, ScriptedClient, Store
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.tasks.data import dataset
 from ramify.tasks.scoring import exact
 from ramify.tasks.validation import validate
@@ -24,7 +24,7 @@ TALK = [
     {"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]},
 ]
 ITEM = Item(messages=TALK, gold="4", id="t/test/0")  # type: ignore[arg-type]
-TASK = SimpleTask("t", {"test": [ITEM]}, exact)
+TASK = DatasetTask("t", {"test": [ITEM]}, exact)
 
 
 def test_last_message_is_the_question() -> None:

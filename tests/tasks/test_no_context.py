@@ -15,7 +15,7 @@ import pytest
 from ramify import RLM, Limits, Message, SandboxSpec, ScriptedClient
 from ramify.engine.prompt_scaffold import SCAFFOLDS, scaffold_of
 from ramify.evaluate.attempt import attempt
-from ramify.tasks.base import Item, SimpleTask, Task, TaskStart
+from ramify.tasks.base import DatasetTask, Item, RolloutInitialState, Task
 from ramify.tasks.data import dataset
 from ramify.tasks.scoring import exact
 from ramify.tasks.text_env import env_task
@@ -45,23 +45,25 @@ class OneStep:
 
 
 def plain(item: Item) -> Task:
-    return SimpleTask("t", {"test": [item]}, exact)
+    return DatasetTask("t", {"test": [item]}, exact)
 
 
 def begun(item: Item) -> Task:
     """A task that begins its rollouts itself, with an empty text."""
 
-    async def begin(item: Item) -> TaskStart:
-        return TaskStart(context=item.context or "")
+    async def begin(item: Item) -> RolloutInitialState:
+        return RolloutInitialState(context=item.context or "")
 
-    return SimpleTask("t", {"test": [item]}, exact, begin=begin)
+    return DatasetTask("t", {"test": [item]}, exact, begin=begin)
 
 
 def with_tools(item: Item) -> Task:
-    async def begin(item: Item) -> TaskStart:
-        return TaskStart(context=item.context or "", tools={"twice": lambda number: 2 * number})
+    async def begin(item: Item) -> RolloutInitialState:
+        return RolloutInitialState(
+            context=item.context or "", tools={"twice": lambda number: 2 * number}
+        )
 
-    return SimpleTask("t", {"test": [item]}, exact, begin=begin)
+    return DatasetTask("t", {"test": [item]}, exact, begin=begin)
 
 
 def environment(item: Item) -> Task:

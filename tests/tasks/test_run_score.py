@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import RamifyError
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.tasks.validation import answer_only_trajectory, validate
 
@@ -22,7 +22,7 @@ ITEM = Item("How many?", gold=7, id="t/test/0")
 
 
 def score(reward: Any, timeout_s: float = 30) -> dict[str, float]:
-    task = SimpleTask("t", {"test": [ITEM]}, reward)
+    task = DatasetTask("t", {"test": [ITEM]}, reward)
     return dict(score_with_timeout(task, ITEM, answer_only_trajectory(ITEM, 7), timeout_s).rewards)
 
 
@@ -50,7 +50,7 @@ def test_check_of_a_task_has_the_limit_of_its_run() -> None:
         while True:
             pass
 
-    task = SimpleTask("t", {"test": [ITEM]}, endless)
+    task = DatasetTask("t", {"test": [ITEM]}, endless)
     with pytest.raises(RamifyError, match=r"its score took more than 0\.2 s, at .*\(endless\)"):
         validate(task, score_s=0.2)
 
@@ -105,7 +105,7 @@ def test_exit_of_the_process_in_a_score_is_named() -> None:
     ):
         score(leave)
     with pytest.raises(RamifyError, match="which would have ended the whole run"):
-        validate(SimpleTask("t", {"test": [ITEM]}, leave))
+        validate(DatasetTask("t", {"test": [ITEM]}, leave))
 
 
 def test_exit_works_elsewhere(tmp_path: Path) -> None:

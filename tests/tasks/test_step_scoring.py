@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.evaluate.mcp_task import McpTask
-from ramify.tasks.base import Item, SimpleTask
+from ramify.evaluate.mcp_task import TaskWithMcpTools
+from ramify.tasks.base import DatasetTask, Item
 from ramify.tasks.batch_scoring import is_scored_by_step, score_batch_with_timeout
 from ramify.tasks.mixture import mixture
 from ramify.tasks.scoring.batched import BatchedReward
@@ -21,8 +21,8 @@ from ramify.types.trajectory import Trajectory
 ITEMS = [Item(f"{n}?", gold=str(n), id=f"t/train/{n}") for n in range(4)]
 
 
-def task_with(function: Any, **options: Any) -> SimpleTask:
-    return SimpleTask("t", {"train": ITEMS}, BatchedReward(function, **options))
+def task_with(function: Any, **options: Any) -> DatasetTask:
+    return DatasetTask("t", {"train": ITEMS}, BatchedReward(function, **options))
 
 
 def score_all(task: Any, answers: Sequence[Any], timeout_s: float = 60) -> list[Any]:
@@ -52,7 +52,7 @@ def test_only_rewards_without_a_batch_size_wait_for_their_step() -> None:
 
     assert is_scored_by_step(task_with(one), ITEMS[0])
     assert not is_scored_by_step(task_with(one, max_batch=8), ITEMS[0])
-    assert not is_scored_by_step(SimpleTask("t", {"train": ITEMS}, lambda a, i: 1.0), ITEMS[0])
+    assert not is_scored_by_step(DatasetTask("t", {"train": ITEMS}, lambda a, i: 1.0), ITEMS[0])
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def _noted(completions: list[str], gold: list[str]) -> list[float]:
     return [float(text == right) for text, right in zip(completions, gold, strict=True)]
 
 
-same = SimpleTask("same", splits(), BatchedReward(_noted))
-broken = SimpleTask("broken", splits(), BatchedReward(lambda completions: 1 / 0))
-single = SimpleTask("single", splits(), lambda answer, item: 1.0)
+same = DatasetTask("same", splits(), BatchedReward(_noted))
+broken = DatasetTask("broken", splits(), BatchedReward(lambda completions: 1 / 0))
+single = DatasetTask("single", splits(), lambda answer, item: 1.0)
 
 
 def test_mixture_calls_each_part_once_and_contains_its_errors() -> None:
@@ -146,7 +146,7 @@ def test_mixture_calls_each_part_once_and_contains_its_errors() -> None:
 
 def test_task_with_mcp_servers_is_scored_as_the_task_itself() -> None:
     pytest.importorskip("mcp")
-    wrapped = McpTask(same, "no-such-server")
+    wrapped = TaskWithMcpTools(same, "no-such-server")
     assert is_scored_by_step(wrapped, ITEMS[0])
     assert score_all(wrapped, ["0", "x"]) == [{"correct": 1.0}, {"correct": 0.0}]
     seen.clear()

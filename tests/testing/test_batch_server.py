@@ -14,13 +14,13 @@ import pytest
 from ramify import testing
 
 KEY = "sk-0123456789"
-Work = Callable[[testing.BatchServer], Awaitable[None]]
+Work = Callable[[testing.FakeBatchApiServer], Awaitable[None]]
 
 
 def served(work: Work, script: object = None, **options: object) -> None:
     async def run() -> None:
         reply = script or (lambda messages: f"re: {messages[-1].content}")
-        async with testing.BatchServer(reply, **options) as server:
+        async with testing.FakeBatchApiServer(reply, **options) as server:
             await work(server)
 
     asyncio.run(run())
@@ -51,7 +51,7 @@ async def created(client: openai.AsyncOpenAI, *texts: str, **more: object) -> op
 
 
 def test_the_package_of_openai_works_against_it() -> None:
-    async def work(server: testing.BatchServer) -> None:
+    async def work(server: testing.FakeBatchApiServer) -> None:
         async with openai.AsyncOpenAI(api_key=KEY, base_url=server.url) as client:
             batch = await created(client, "one", "two", metadata={"mine": "yes"})
             batch = await client.batches.retrieve(batch.id)
@@ -72,7 +72,7 @@ def test_the_package_of_openai_works_against_it() -> None:
 
 
 def test_the_package_of_openai_sees_an_end_without_results() -> None:
-    async def work(server: testing.BatchServer) -> None:
+    async def work(server: testing.FakeBatchApiServer) -> None:
         async with openai.AsyncOpenAI(api_key=KEY, base_url=server.url) as client:
             first, second = await created(client, "one", "two"), None
             assert first.status == "in_progress"
@@ -93,7 +93,7 @@ def test_the_package_of_openai_sees_an_end_without_results() -> None:
 
 
 def test_the_package_of_anthropic_works_against_it() -> None:
-    async def work(server: testing.BatchServer) -> None:
+    async def work(server: testing.FakeBatchApiServer) -> None:
         async with anthropic.AsyncAnthropic(api_key=KEY, base_url=server.root) as client:
             requests = [
                 {

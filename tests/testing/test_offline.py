@@ -11,10 +11,10 @@ from ramify.clients.base import Price
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError
 from ramify.testing.offline_model import (
-    AccuracyCurve,
     ModelLatency,
     OfflineModel,
     OfflineModelSuiteStrategy,
+    SimulatedAccuracyCurve,
     connect,
     simulated_model,
 )
@@ -59,7 +59,7 @@ def conversation(system: str, *texts: str) -> list[Message]:
 
 
 def test_the_curve_is_linear_in_the_logarithm_of_the_tokens() -> None:
-    curve = AccuracyCurve(((100, 1.0), (10_000, 0.5)))
+    curve = SimulatedAccuracyCurve(((100, 1.0), (10_000, 0.5)))
     assert [curve(tokens) for tokens in (1, 100, 1_000, 10_000, 10**9)] == [
         1.0,
         1.0,
@@ -72,11 +72,11 @@ def test_the_curve_is_linear_in_the_logarithm_of_the_tokens() -> None:
 @pytest.mark.parametrize("points", [(), ((0, 1.0),), ((10, 1.0), (10, 0.5)), ((10, 1.5),)])
 def test_a_curve_that_is_none_is_refused(points: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(ConfigError, match=r"^accuracy curve: "):
-        AccuracyCurve(points)
+        SimulatedAccuracyCurve(points)
 
 
 def test_a_leaf_is_right_as_often_as_the_curve_says_and_its_errors_are_plausible() -> None:
-    model = OfflineModel(curve=AccuracyCurve(((1, 0.7),)))
+    model = OfflineModel(curve=SimulatedAccuracyCurve(((1, 0.7),)))
     given = replies(model, [f"{text_of(n)}\n\nQuestion: {QUESTION}" for n in range(500)])
     right = [reply == str(100_000 + number) for number, reply in enumerate(given)]
     assert 0.65 < sum(right) / len(right) < 0.75
@@ -86,7 +86,7 @@ def test_a_leaf_is_right_as_often_as_the_curve_says_and_its_errors_are_plausible
 
 
 def test_longer_texts_are_read_less_well() -> None:
-    model = OfflineModel(curve=AccuracyCurve(((50, 1.0), (5_000, 0.0))))
+    model = OfflineModel(curve=SimulatedAccuracyCurve(((50, 1.0), (5_000, 0.0))))
     fillers = ("", " The weaver counts the stone." * 100, " The weaver counts the stone." * 1_000)
     shares = []
     for filler in fillers:
@@ -100,7 +100,7 @@ def test_longer_texts_are_read_less_well() -> None:
 
 def test_the_same_request_has_the_same_reply_and_another_seed_other_errors() -> None:
     prompts = [f"{text_of(n)}\n\nQuestion: {QUESTION}" for n in range(40)]
-    half = AccuracyCurve(((1, 0.5),))
+    half = SimulatedAccuracyCurve(((1, 0.5),))
     first = replies(OfflineModel(curve=half), prompts)
     assert replies(OfflineModel(curve=half), prompts) == first
     assert replies(OfflineModel(curve=half, seed=1), prompts) != first
@@ -108,7 +108,7 @@ def test_the_same_request_has_the_same_reply_and_another_seed_other_errors() -> 
 
 def test_the_model_over_http_replies_as_in_this_process() -> None:
     async def main() -> tuple[list[str], list[str]]:
-        model = OfflineModel(curve=AccuracyCurve(((1, 0.5),)))
+        model = OfflineModel(curve=SimulatedAccuracyCurve(((1, 0.5),)))
         asked = [request(f"{text_of(n)}\n\nQuestion: {QUESTION}") for n in range(10)]
         here = [(await model.client().complete(each)).message.content for each in asked]
         async with ScriptedServer(model.tell) as server:

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from ramify.clients.base import Client
-from ramify.errors import ConfigError, ModelError, RateLimited, Refused
+from ramify.errors import ConfigError, ModelError, RateLimited, RequestRefusedError
 from ramify.testing.reply_script import Script, ScriptRule
 from ramify.testing.scripted_client import (
     ScriptedClient,
@@ -37,9 +37,9 @@ def test_scripted_client_implements_client_protocol():
 
 def test_scripted_replies_come_in_order_and_exhaustion_is_refused():
     client = ScriptedClient(["a", rate_limited(1.5), "b"])
-    assert outcomes(client, *"1234") == ["a", "RateLimited", "b", "Refused"]
+    assert outcomes(client, *"1234") == ["a", "RateLimited", "b", "RequestRefusedError"]
     with pytest.raises(
-        Refused,
+        RequestRefusedError,
         match=r"^scripted:test: all 3 replies are used up \(this is request 5\): add one, or use",
     ):
         run(client.complete(request()))
@@ -128,7 +128,7 @@ def test_replies_take_latency_and_stalled_request_can_be_cancelled():
 
 
 def test_a_prompt_beyond_the_window_is_refused():
-    with pytest.raises(Refused, match="the prompt has 25 tokens and the window 10"):
+    with pytest.raises(RequestRefusedError, match="the prompt has 25 tokens and the window 10"):
         run(ScriptedClient(["a"], window=10).complete(request("x" * 100)))
 
 
@@ -147,7 +147,7 @@ def test_script_is_loaded_from_file(tmp_path):
     path.write_text(json.dumps(lines))
     assert outcomes(ScriptedClient.load(path), "one", "one", "two") == ["1", "RateLimited", "else"]
     path.write_text(json.dumps(["a", {"fail": "dropped"}, {"content": "b"}]))
-    assert outcomes(ScriptedClient.load(path), *"123") == ["a", "ReplyLost", "b"]
+    assert outcomes(ScriptedClient.load(path), *"123") == ["a", "ReplyLostError", "b"]
 
 
 @pytest.mark.parametrize(

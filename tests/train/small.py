@@ -10,8 +10,8 @@ from typing import Any
 
 from ramify.engine.limits import Limits
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.tasks.base import DatasetTask, Item, TrajectoryRewardFunction, generated
+from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec
 from ramify.train.config import (
     EvaluateSpec,
     InductionWarmUpSpec,
@@ -23,12 +23,12 @@ from ramify.train.config import (
     TaskSpec,
 )
 from ramify.train.findings import CollapseAlarms
-from ramify.train.load_run_parts import LoadedRunParts
+from ramify.train.load_run_parts import PreparedTrainingRun
 from ramify.train.load_run_parts import assemble as load_parts
 from ramify.train.resolve_run import resolve
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_guard import TrainingGuard
+from ramify.train.training_guard import TrainingGuardSpec
 from ramify.types.trajectory import Trajectory
 
 SHAPE = {
@@ -72,8 +72,8 @@ def small(**changes: Any) -> Run:
         "sandbox": SandboxSpec(provider="inprocess", allow_weaker=True),
         "evaluate": EvaluateSpec(num=2, final=("test",)),
         "schedule": Schedule(evaluate_every=2),
-        "compute": ComputeSpec(precision="fp32"),
-        "guard": TrainingGuard(alarms=UNTRAINED),
+        "compute": TrainerComputeSpec(precision="fp32"),
+        "guard": TrainingGuardSpec(alarms=UNTRAINED),
         "threads": 1,
     }
     return Run(**(fields | changes))
@@ -94,9 +94,9 @@ def _even(item: Item, trajectory: Trajectory) -> float:
     return sum(id % 2 == 0 for id in ids) / len(ids) * 0.9 if ids else 0.0
 
 
-even = SimpleTask("even", generated("even", _make), TrajectoryRewardFunction(_even))
-wrong = SimpleTask("wrong", generated("wrong", _make), lambda answer, item: 0.5)
-zero_variance = SimpleTask(
+even = DatasetTask("even", generated("even", _make), TrajectoryRewardFunction(_even))
+wrong = DatasetTask("wrong", generated("wrong", _make), lambda answer, item: 0.5)
+zero_variance = DatasetTask(
     "silent", generated("silent", _make), lambda answer, item: float(answer == item.gold)
 )
 
@@ -107,7 +107,7 @@ def _fails(item: Item, trajectory: Trajectory) -> float:
     raise OSError("the grader is down")
 
 
-failing = SimpleTask("failing", generated("failing", _make), TrajectoryRewardFunction(_fails))
+failing = DatasetTask("failing", generated("failing", _make), TrajectoryRewardFunction(_fails))
 
 
 def weights_of(out: Path) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def weights_of(out: Path) -> dict[str, Any]:
     return read_weights(out / "policy")
 
 
-def assemble(run: Run) -> LoadedRunParts:
+def assemble(run: Run) -> PreparedTrainingRun:
     """The parts of ``run``, loaded and checked as before a training."""
     return load_parts(resolve(run))
 

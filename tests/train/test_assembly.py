@@ -19,8 +19,8 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.sft import SFT
-from ramify.train.backends.base import OptimizerSpec, ShardSpec
-from ramify.train.checkpoint import CheckpointStore, TrainingProgress, read_state
+from ramify.train.backends.base import FsdpSpec, OptimizerSpec
+from ramify.train.checkpoint import CheckpointedProgress, CheckpointStore, read_state
 from ramify.train.config import (
     CriticSpec,
     EvaluateSpec,
@@ -39,7 +39,7 @@ from ramify.train.losses.total_loss import LossSpec
 from ramify.train.policy_dependent_defaults import with_policy_defaults
 from ramify.train.recipe import load_recipe, load_stored_run
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.trained_policy_settings import TrainedPolicySettings, read_policy_settings
+from ramify.trained_policy_settings import PolicyTrainingSettings, read_policy_settings
 from tests.shown import heard
 from tests.train.small import SHAPE, assemble, small
 
@@ -92,7 +92,7 @@ def changed(part: str, **fields: Any) -> Run:
         ),
         (changed("policy", device="cuda:99"), "policy.device=cuda:99: this machine has"),
         (
-            changed("compute", shard=ShardSpec(ranks=2)),
+            changed("compute", shard=FsdpSpec(ranks=2)),
             "ranks=2, but compute.backend=single trains in one process",
         ),
         (
@@ -149,7 +149,7 @@ def test_checkpoint_of_another_architecture_is_rejected_before_engines_start(
     other = assemble(changed("policy", shape={**SHAPE, "hidden_size": 48}))
     run = small(inference=InferenceSpec())
     CheckpointStore(tmp_path).save(
-        TrainingProgress(step=1, config=to_plain_data(run)),
+        CheckpointedProgress(step=1, config=to_plain_data(run)),
         {"policy": lambda folder: save_policy(other.policy, folder)},
     )
     with pytest.raises(
@@ -187,7 +187,7 @@ def test_saved_policy_names_its_scaffold_and_its_limits(tmp_path: Path) -> None:
     for scaffold, named in (("tiny", "tiny"), (f"{own}:TINY", None)):
         assemble(small(scaffold=scaffold)).save_initial_policy(tmp_path / "policy")
         card = read_policy_settings(tmp_path / "policy")
-        expected = TrainedPolicySettings(
+        expected = PolicyTrainingSettings(
             named, **limits, is_from_scratch=True, task=small().task.name
         )
         assert card == expected
@@ -304,10 +304,10 @@ def test_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_stored_runs_round_trip(tmp_path: Path) -> None:
     for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
         run = changed("rl", algorithm=algorithm)
-        CheckpointStore(tmp_path).save(TrainingProgress(step=1, config=to_plain_data(run)), {})
+        CheckpointStore(tmp_path).save(CheckpointedProgress(step=1, config=to_plain_data(run)), {})
         assert load_stored_run(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
     CheckpointStore(tmp_path).save(
-        TrainingProgress(step=2, config={**to_plain_data(run), "colour": 1}), {}
+        CheckpointedProgress(step=2, config={**to_plain_data(run), "colour": 1}), {}
     )
     with pytest.raises(ConfigError, match="give the recipe that made it"):
         load_stored_run(tmp_path)
@@ -330,7 +330,7 @@ def test_stored_config_contains_no_secrets(tmp_path: Path, monkeypatch: pytest.M
         )
 
     path = CheckpointStore(tmp_path).save(
-        TrainingProgress(step=1, config=to_plain_data(run("sk-first"))), {}
+        CheckpointedProgress(step=1, config=to_plain_data(run("sk-first"))), {}
     )
     state, text = read_state(path), (path / "state.json").read_text()
     assert "sk-first" not in text

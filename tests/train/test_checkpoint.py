@@ -12,8 +12,8 @@ import pytest
 
 from ramify.errors import ConfigError, StoreError
 from ramify.train.checkpoint import (
+    CheckpointedProgress,
     CheckpointStore,
-    TrainingProgress,
     read_state,
     resolve_checkpoint,
 )
@@ -21,7 +21,7 @@ from ramify.train.checkpoint import (
 
 def save(checkpoints: CheckpointStore, step: int, score: float | None = None) -> Path:
     return checkpoints.save(
-        TrainingProgress(step=step, score=score, config={"seed": 1}),
+        CheckpointedProgress(step=step, score=score, config={"seed": 1}),
         {"weights": lambda path: path.write_text(f"of {step}") and None},
     )
 
@@ -50,14 +50,14 @@ def test_full_disk_during_torch_save_is_named(tmp_path: Path) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
     with pytest.raises(StoreError, match=r"torch.save failed \(\d+ MiB are free on its disk\)"):
-        checkpoints.save(TrainingProgress(step=2), {"backend": full})
+        checkpoints.save(CheckpointedProgress(step=2), {"backend": full})
     assert checkpoints.latest() == tmp_path / "checkpoints/step-000001"
 
     def broken(path: Path) -> None:
         raise RuntimeError("something else")
 
     with pytest.raises(RuntimeError, match="something else"):
-        checkpoints.save(TrainingProgress(step=2), {"backend": broken})
+        checkpoints.save(CheckpointedProgress(step=2), {"backend": broken})
 
 
 def test_failed_save_leaves_earlier_checkpoints(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_failed_save_leaves_earlier_checkpoints(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(StoreError, match=r"step-000002 cannot be written: .*No space left"):
-        checkpoints.save(TrainingProgress(step=2), {"weights": full})
+        checkpoints.save(CheckpointedProgress(step=2), {"weights": full})
     assert checkpoints.latest() == tmp_path / "checkpoints/step-000001"
     save(checkpoints, 2)
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == [
@@ -92,14 +92,14 @@ def test_background_save_appears_once_it_is_settled(tmp_path: Path) -> None:
 
         return wait
 
-    state = TrainingProgress(step=1, score=0.5)
+    state = CheckpointedProgress(step=1, score=0.5)
     final = checkpoints.save(state, {"weights": begin})
     state.score = None  # the file holds the state as it was at the call
     assert not final.exists()
     may_end.set()
     assert checkpoints.best() == final
     assert (final / "weights").read_text() == "whole"
-    checkpoints.save(TrainingProgress(step=2), {"weights": begin})
+    checkpoints.save(CheckpointedProgress(step=2), {"weights": begin})
     with pytest.raises(StoreError, match=r"step-000002 cannot be written: .*No space left"):
         checkpoints.wait_for_write()
     assert checkpoints.all() == [final]

@@ -13,7 +13,7 @@ import pytest
 from ramify.errors import StoreError
 from ramify.models import folder_file_checksums
 from ramify.models.load import load_policy, save_policy
-from ramify.train.checkpoint import CheckpointStore, TrainingProgress, read_state, verify
+from ramify.train.checkpoint import CheckpointedProgress, CheckpointStore, read_state, verify
 from ramify.train.config import Schedule
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.policy_dependent_defaults import with_policy_defaults
@@ -62,7 +62,7 @@ FILES = (
 def test_flipped_bit_is_detected_in_every_checkpoint_file(name: str, tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path)
     older, latest = (
-        checkpoints.save(TrainingProgress(step=step), {"backend": written}) for step in (1, 2)
+        checkpoints.save(CheckpointedProgress(step=step), {"backend": written}) for step in (1, 2)
     )
     checkpoints.wait_for_write()
     known = json.loads((latest / folder_file_checksums.FILE).read_bytes())["files"]
@@ -83,7 +83,7 @@ def test_flipped_bit_is_detected_in_every_checkpoint_file(name: str, tmp_path: P
 
 def test_missing_or_truncated_files_are_detected(tmp_path: Path) -> None:
     latest = CheckpointStore(tmp_path).save(
-        TrainingProgress(step=1), {"weights": lambda path: path.write_text("abc") and None}
+        CheckpointedProgress(step=1), {"weights": lambda path: path.write_text("abc") and None}
     )
     (latest / "weights").write_text("ab")
     with pytest.raises(

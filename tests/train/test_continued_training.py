@@ -17,9 +17,9 @@ import pytest
 
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
-from ramify.tasks.base import SimpleTask, TrajectoryRewardFunction, generated
+from ramify.tasks.base import DatasetTask, TrajectoryRewardFunction, generated
 from ramify.train.backends.base import OptimizerSpec
-from ramify.train.checkpoint import CheckpointStore, TrainingProgress, read_state
+from ramify.train.checkpoint import CheckpointedProgress, CheckpointStore, read_state
 from ramify.train.config import PolicySpec, Run, Schedule, TaskSpec, to_plain_data
 from ramify.train.lineage import LINEAGE, check_changes
 from ramify.train.metrics import StepMetrics, read_metrics
@@ -29,7 +29,7 @@ from tests.shown import train
 from tests.train.small import _even, _make, small
 from tests.train.test_loop import same
 
-other = SimpleTask("other", generated("other", _make), TrajectoryRewardFunction(_even))
+other = DatasetTask("other", generated("other", _make), TrajectoryRewardFunction(_even))
 
 
 def run_of(steps: int, lr: float = 1e-3, **changes: Any) -> Run:
@@ -142,7 +142,7 @@ def test_fields_that_cannot_change_are_named(
         for part in parts:
             place = place[part]
         place[last] = to_plain_data(small(policy=value))["policy"] if last == "policy" else value
-    state = TrainingProgress(step=7, stage=stage, stage_step=1, config=config)
+    state = CheckpointedProgress(step=7, stage=stage, stage_step=1, config=config)
     if refused is None:
         check_changes(state, now)
     else:
@@ -221,7 +221,7 @@ def test_keyboard_interrupt_in_a_notebook_saves_a_checkpoint(tmp_path: Path) -> 
         is_interrupted.set()
         raise KeyboardInterrupt
 
-    async def cell(resume: Path | None) -> TrainingProgress:
+    async def cell(resume: Path | None) -> CheckpointedProgress:
         return train(run, out, resume=resume, listener=interrupt)
 
     loop, before = asyncio.new_event_loop(), signal.signal(signal.SIGINT, interrupted)

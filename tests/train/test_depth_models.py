@@ -17,12 +17,12 @@ import torch
 from ramify.clients.base import Request, Sampling
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import Limits
-from ramify.errors import ConfigError, Refused
+from ramify.errors import ConfigError, RequestRefusedError
 from ramify.testing.reply_script import server_error
 from ramify.testing.scripted_client import ScriptedClient
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec
 from ramify.train.call_depth_models import DepthSpec, FrozenModelBudget, ModelsByCallDepth
 from ramify.train.config import (
     CoTrainedPolicySpec,
@@ -144,7 +144,7 @@ def test_frozen_budgets_hold_under_concurrent_requests() -> None:
             asked = [models.clients[1].complete(request) for _ in range(40)]
             replies = await asyncio.gather(*asked, return_exceptions=True)
             await models.close()
-            refused = sum(isinstance(reply, Refused) for reply in replies)
+            refused = sum(isinstance(reply, RequestRefusedError) for reply in replies)
             return server.answered, refused, models.take_step_metrics()
 
     answered, refused, values = asyncio.run(spent(FrozenModelBudget(step_calls=7)))
@@ -164,7 +164,7 @@ def test_resumed_run_keeps_its_spent_budget(monkeypatch: pytest.MonkeyPatch) -> 
         before = {"frozen/cost_total": 0.5, "frozen/calls_total": 9.0}
         policy = ScriptedClient(["-"])
         models = ModelsByCallDepth([POLICY, FROZEN], FrozenModelBudget(run_calls=9), policy, before)
-        with pytest.raises(Refused) as error:
+        with pytest.raises(RequestRefusedError) as error:
             await models.clients[1].complete(Request((Message("user", "x"),), Sampling()))
         await models.close()
         return str(error.value)
@@ -215,7 +215,7 @@ def two_policies(
             "the scaffold 'retool' of depth 1 has the protocol retool, and the run's has notebook",
         ),
         (
-            lambda: assemble(two_policies(compute=ComputeSpec(backend="fsdp"))),
+            lambda: assemble(two_policies(compute=TrainerComputeSpec(backend="fsdp"))),
             r"policies cannot be combined with compute\.backend=fsdp",
         ),
         (

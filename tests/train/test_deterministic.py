@@ -15,7 +15,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.config import LoraSpec, Run
 from ramify.train.data.pack import PackingSpec, pack
@@ -28,11 +28,11 @@ from tests.train.backends.small import tree
 from tests.train.backends.test_precision import PROMPT, at_once
 from tests.train.small import assemble, small, weights_of
 
-FIXED = ComputeSpec(precision="fp32", deterministic=True)
+FIXED = TrainerComputeSpec(precision="fp32", deterministic=True)
 
 
 def run_of(concurrency: int, precision: Any = "fp32", **changes: Any) -> Run:
-    run = small(deterministic=True, compute=ComputeSpec(precision=precision), **changes)
+    run = small(deterministic=True, compute=TrainerComputeSpec(precision=precision), **changes)
     assert run.rl is not None
     rollout = msgspec.structs.replace(run.rl.rollout, concurrency=concurrency, group=6)
     rl = msgspec.structs.replace(run.rl, rollout=rollout, steps=2)
@@ -118,7 +118,7 @@ def test_replies_are_bit_identical_in_any_batch() -> None:
 
 
 def logprobs_and_gradient(
-    compute: ComputeSpec, packing: PackingSpec
+    compute: TrainerComputeSpec, packing: PackingSpec
 ) -> tuple[dict[Any, float], torch.Tensor]:
     """Return ((sequence, token, kind of entry) -> log-probability, and the gradient)."""
     policy = small_policy()
@@ -139,7 +139,7 @@ def logprobs_and_gradient(
 def test_logprobs_do_not_depend_on_packing_and_gradients_match() -> None:
     logprobs, gradient = logprobs_and_gradient(FIXED, PackingSpec())
     assert logprobs_and_gradient(FIXED, PackingSpec(share=False, max_tokens=1))[0] == logprobs
-    usual, expected = logprobs_and_gradient(ComputeSpec(precision="fp32"), PackingSpec())
+    usual, expected = logprobs_and_gradient(TrainerComputeSpec(precision="fp32"), PackingSpec())
     assert max(abs(usual[key] - value) for key, value in logprobs.items()) < 1e-5
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
@@ -164,9 +164,9 @@ def test_canary_reports_different_rounding_in_deterministic_runs() -> None:
 @pytest.mark.parametrize(
     ("changes", "option"),
     [
-        ({"compute": ComputeSpec(recompute=True)}, r"compute\.recompute=true"),
-        ({"compute": ComputeSpec(compile=True)}, r"compute\.compile=true"),
-        ({"compute": ComputeSpec(backend="fsdp")}, r"compute\.backend=fsdp"),
+        ({"compute": TrainerComputeSpec(recompute=True)}, r"compute\.recompute=true"),
+        ({"compute": TrainerComputeSpec(compile=True)}, r"compute\.compile=true"),
+        ({"compute": TrainerComputeSpec(backend="fsdp")}, r"compute\.backend=fsdp"),
     ],
 )
 def test_nondeterministic_options_are_rejected(changes: Any, option: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.train import metrics, run_record
-from ramify.train.checkpoint import CheckpointStore, TrainingProgress, read_state
+from ramify.train.checkpoint import CheckpointedProgress, CheckpointStore, read_state
 from ramify.train.config import Schedule
 from ramify.train.execute import train
 from ramify.train.metrics import RolloutGroupRecord, StepMetrics
@@ -26,7 +26,7 @@ def one(step: int, number: int, outcome: str = "learnt") -> RolloutGroupRecord:
 
 
 def save_state(out: Path, **state: int | list[int]) -> None:
-    CheckpointStore(out).save(TrainingProgress(**state), {})  # type: ignore[arg-type]
+    CheckpointStore(out).save(CheckpointedProgress(**state), {})  # type: ignore[arg-type]
 
 
 def test_check_finds_duplicated_and_missing_groups(tmp_path: Path) -> None:

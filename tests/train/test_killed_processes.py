@@ -21,7 +21,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.weight_sync.base import remove_stale_files
 from ramify.inference.weight_sync.shared_memory import SharedMemoryWeightSync
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
+from ramify.tasks.base import DatasetTask, Item, TrajectoryRewardFunction, generated
 from ramify.train import metrics, run_record
 from ramify.train.config import EvaluateSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import StepMetrics, read_metrics
@@ -66,7 +66,7 @@ def _gated(item: Item, trajectory: Trajectory) -> float:
     return _even(item, trajectory)
 
 
-gated = SimpleTask("gated", generated("gated", _make), TrajectoryRewardFunction(_gated))
+gated = DatasetTask("gated", generated("gated", _make), TrajectoryRewardFunction(_gated))
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from ramify.cli.train import train_with_restarts
 from ramify.errors import RunInUse
 from ramify.train.checkpoint import (
     FILE,
+    CheckpointedProgress,
     CheckpointStore,
-    TrainingProgress,
     find_lock_holder,
     hold_run_lock,
     resolve_checkpoint,
@@ -99,8 +99,8 @@ def test_one_process_cannot_hold_the_lock_twice(tmp_path: Path) -> None:
 def test_reading_a_live_run_leaves_its_checkpoints_alone(tmp_path: Path) -> None:
     """A live run replaces a checkpoint with two renames; a reader that restored the old one in
     between would break the second."""
-    checkpoint = CheckpointStore(tmp_path).save(TrainingProgress(step=1), {})
-    CheckpointStore(tmp_path).save(TrainingProgress(step=2), {})
+    checkpoint = CheckpointStore(tmp_path).save(CheckpointedProgress(step=1), {})
+    CheckpointStore(tmp_path).save(CheckpointedProgress(step=2), {})
     aside = tmp_path / "checkpoints/.step-000002.old.tmp"
     (tmp_path / "checkpoints/step-000002").rename(aside)
     with held(tmp_path):

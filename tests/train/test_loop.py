@@ -19,9 +19,9 @@ from ramify.clients.base import Request, Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import SamplingDefaults, load_policy
-from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
+from ramify.tasks.base import DatasetTask, Item, TrajectoryRewardFunction, generated
 from ramify.train.advantages.sft import SFT
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import PolicySpec, Schedule, SftSpec, TaskSpec
@@ -30,8 +30,8 @@ from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.run_record import FinalPolicyInfo, RewardConfidenceInterval
-from ramify.train.stages import FixedDataStage, Minibatch, StepData
-from ramify.train.training_guard import TrainingGuard
+from ramify.train.stages import Minibatch, OfflineDataStage, StepData
+from ramify.train.training_guard import TrainingGuardSpec
 from ramify.types.message import Message
 from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Trajectory
@@ -154,7 +154,7 @@ SAMPLINGS = [
     *(Sampling(8, temperature=1.0, seed=n) for n in (1, 2)),
 ]
 """Two without a temperature, one at 0, two at 1."""
-sometimes = SimpleTask(
+sometimes = DatasetTask(
     "sometimes", generated("sometimes", _make), TrajectoryRewardFunction(_down_at_second)
 )
 
@@ -168,7 +168,7 @@ def test_best_policy_may_be_the_one_before_rl(tmp_path: Path) -> None:
     run = small(
         warmup=None,
         task=TaskSpec(name="tests.train.test_loop:sometimes"),
-        guard=TrainingGuard(patience=1),
+        guard=TrainingGuardSpec(patience=1),
         schedule=Schedule(evaluate_every=2, checkpoint_every=1, keep_last=9),
     )
     state = train(run, tmp_path, say=said.append, inform=told.append)
@@ -226,7 +226,7 @@ def _slowly_even(item: Item, trajectory: Trajectory) -> float:
     return _even(item, trajectory)
 
 
-slow = SimpleTask("even", generated("even", _make), TrajectoryRewardFunction(_slowly_even))
+slow = DatasetTask("even", generated("even", _make), TrajectoryRewardFunction(_slowly_even))
 
 
 def test_same_seed_gives_same_policy_however_long_rollouts_take(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_kl_reference_is_the_policy_at_the_start_of_rl(tmp_path: Path) -> None:
     assert same(tmp_path / "whole", tmp_path / "broken")
 
 
-class RecordingStage(FixedDataStage):
+class RecordingStage(OfflineDataStage):
     """A stage that records its calls."""
 
     name, optim = "noted", OptimizerSpec()
@@ -415,7 +415,7 @@ class RecordingStage(FixedDataStage):
         self.notes.append(f"newer {step}")
 
 
-class StageInParts(FixedDataStage):
+class StageInParts(OfflineDataStage):
     """A single step of several minibatches."""
 
     name, optim, num_steps = "in parts", OptimizerSpec(), 1
@@ -443,12 +443,12 @@ def test_step_metrics_average_over_minibatches_that_report_them(
         row.ce, row.kd = row.rl / 2, row.rl.copy()
         row.streams["teacher_logprobs"] = row.sampler_logprobs + 0.1 * row.mask
     parts = [(plain, distilled)[index] for index in order]
-    backend, apart = SingleBackend(policy(), compute=ComputeSpec(precision="fp32")), []
+    backend, apart = SingleBackend(policy(), compute=TrainerComputeSpec(precision="fp32")), []
     for rows in parts:
         apart.append(
             backend.forward_backward(pack(rows, backend.packing), LossSpec()) | backend.optim_step()
         )
-    trained = SingleBackend(policy(), compute=ComputeSpec(precision="fp32"))
+    trained = SingleBackend(policy(), compute=TrainerComputeSpec(precision="fp32"))
     loop = trainer_over(
         tmp_path, [StageInParts(parts)], lambda _: trained, Unpublished(), not_evaluated
     )

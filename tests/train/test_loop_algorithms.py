@@ -38,7 +38,7 @@ from ramify.train.losses import Decoupled, ProxApprox
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.recipe import load_stored_run
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.training_guard import CollapseAlarms, TrainingGuard
+from ramify.train.training_guard import CollapseAlarms, TrainingGuardSpec
 from ramify.types.trajectory import CallForkOrigin, Trajectory
 from tests.shown import train
 from tests.train.small import UNTRAINED, small, weights_of
@@ -63,7 +63,7 @@ def base(tmp_path_factory: Any) -> str:
 def run(
     base: str,
     *,
-    guard: TrainingGuard | None = None,
+    guard: TrainingGuardSpec | None = None,
     sample: dict[str, Any] | None = None,
     **rl: Any,
 ) -> Run:
@@ -71,7 +71,7 @@ def run(
         policy=PolicySpec(path=base, slots=16),
         warmup=None,
         sft=None,
-        guard=guard or TrainingGuard(alarms=UNTRAINED),
+        guard=guard or TrainingGuardSpec(alarms=UNTRAINED),
     )
     evaluate = msgspec.structs.replace(given.evaluate, final=())
     spec = msgspec.structs.replace(
@@ -275,7 +275,7 @@ def test_staleness_is_measured_and_passed_to_the_loss(base: str, tmp_path: Path)
 
 def test_guard_ends_the_stage_also_for_a_resumed_run(base: str, tmp_path: Path) -> None:
     messages: list[str] = []
-    given = run(base, guard=TrainingGuard(max_kl=1e-12), steps=4)
+    given = run(base, guard=TrainingGuardSpec(max_kl=1e-12), steps=4)
     state = train(given, tmp_path, say=messages.append)
     (why,) = [each for each in messages if "the stage ends here" in each]
     assert "above guard.max_kl=1e-12 " not in why
@@ -288,7 +288,7 @@ def test_guard_ends_the_stage_also_for_a_resumed_run(base: str, tmp_path: Path) 
 
 def test_patience_stops_the_run_and_keeps_the_best_checkpoint(base: str, tmp_path: Path) -> None:
     messages: list[str] = []
-    given = run(base, guard=TrainingGuard(patience=1, min_delta=2.0), steps=9)
+    given = run(base, guard=TrainingGuardSpec(patience=1, min_delta=2.0), steps=9)
     given = msgspec.structs.replace(given, schedule=Schedule(evaluate_every=1, keep_best=1))
     state = train(given, tmp_path, say=messages.append)
     assert state.step == 2
@@ -305,7 +305,7 @@ def test_patience_stops_the_run_and_keeps_the_best_checkpoint(base: str, tmp_pat
 def test_alarms_are_logged_and_appear_in_the_metrics(base: str, tmp_path: Path) -> None:
     messages: list[str] = []
     train(
-        run(base, guard=TrainingGuard(alarms=CollapseAlarms(length=1.0001, window=1)), steps=3),
+        run(base, guard=TrainingGuardSpec(alarms=CollapseAlarms(length=1.0001, window=1)), steps=3),
         tmp_path,
         say=messages.append,
     )

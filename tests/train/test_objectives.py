@@ -71,7 +71,7 @@ def test_objective_keeps_what_no_paper_decides() -> None:
 
 def test_hybrid_keeps_its_terms_around_the_objective() -> None:
     hybrid = train.Hybrid(outcome=train.RLOO(), terms=(train.HybridTerm(signal="tools"),))
-    signals = {"tools": train.ToolUseSignal()}
+    signals = {"tools": train.ToolErrorSignal()}
     run = msgspec.structs.replace(BASE, rl=train.RlSpec(algorithm=hybrid, signals=signals))
     rl = rl_of("rl.objective=dr_grpo", run=run)
     assert rl.algorithm.terms == hybrid.terms
@@ -165,7 +165,7 @@ def test_group_of_one_is_refused_with_objectives_that_need_none() -> None:
 def test_backend_without_a_critic_is_refused() -> None:
     run = override(BASE, ["rl.objective=ppo"], CHOICES)
     backend = f"{__name__}:NoCritic"
-    compute = train.ComputeSpec(backend=backend)
+    compute = train.TrainerComputeSpec(backend=backend)
     with pytest.raises(ConfigError, match=r"objective=ppo needs a critic, .*as reinforce_pp"):
         check_objective(msgspec.structs.replace(run, compute=compute))
 

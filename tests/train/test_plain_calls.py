@@ -13,7 +13,7 @@ from ramify import RLM
 from ramify.cli.main import run as command
 from ramify.errors import ConfigError
 from ramify.evaluate.run_evaluation import evaluate
-from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction
+from ramify.tasks.base import DatasetTask, Item, TrajectoryRewardFunction
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Schedule, SftSpec, TaskSpec
 from ramify.train.hub_publication import publish
@@ -31,13 +31,13 @@ def is_plain(item: Item, trajectory: Trajectory) -> float:
     return float(trajectory.root.kind == "lm")
 
 
-def plain() -> SimpleTask:
+def plain() -> DatasetTask:
     """Reward plain calls, and nothing else."""
     splits = {
         split: [Item("2 + 2?", id=f"{split}/{number}") for number in range(4)]
         for split in ("train", "validation", "test")
     }
-    return SimpleTask("plain", splits, TrajectoryRewardFunction(is_plain))
+    return DatasetTask("plain", splits, TrajectoryRewardFunction(is_plain))
 
 
 TASK = TaskSpec(name=f"{__name__}:plain")

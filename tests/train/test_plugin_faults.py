@@ -19,13 +19,13 @@ from tests.train.small import small
 
 PLUGIN = """
 import torch
-from ramify.train import GroupOptions, BaseLossFormula
+from ramify.train import GroupAlgorithmOptions, BaseLossFormula
 
-class Group(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="group"):
+class Group(GroupAlgorithmOptions, frozen=True, kw_only=True, tag_field="name", tag="group"):
     def compare(self, returns, lengths=()):
         return [1.0 - 2.0 * (place % 2) for place in range(len(returns))]
 
-class Untagged(GroupOptions, frozen=True, kw_only=True):
+class Untagged(GroupAlgorithmOptions, frozen=True, kw_only=True):
     def compare(self, returns, lengths=()):
         return [1.0 - 2.0 * (place % 2) for place in range(len(returns))]
 
@@ -41,7 +41,7 @@ class Raises(Group, frozen=True, kw_only=True, tag_field="name", tag="raises"):
     def compare(self, returns, lengths=()):
         raise ValueError("broken")
 
-class Empty(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="empty"):
+class Empty(GroupAlgorithmOptions, frozen=True, kw_only=True, tag_field="name", tag="empty"):
     pass
 
 def no_numbers(trees, baseline, gamma):

@@ -161,7 +161,7 @@ def test_preset_keeps_the_recipes_task_policy_and_steps() -> None:
 def test_preset_keeps_signals_of_a_hybrid_algorithm() -> None:
     terms = (train.HybridTerm(signal="tools"),)
     hybrid = train.Hybrid(outcome=train.RLOO(), terms=terms)
-    signals = {"tools": train.ToolUseSignal()}
+    signals = {"tools": train.ToolErrorSignal()}
     rl = train.RlSpec(algorithm=hybrid, signals=signals)
     run = with_preset(msgspec.structs.replace(BASE, rl=rl), "skyrl")
     assert run.rl is not None

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ramify.cli.main import run as command
 from ramify.errors import ConfigError
 from ramify.models.load import load_policy
-from ramify.testing import HubServer
+from ramify.testing import FakeHubServer
 from ramify.train.config import EvaluateSpec, Schedule
 from ramify.train.execute import train
 from ramify.train.hub_publication import publish
@@ -101,7 +101,7 @@ def test_hub_receives_the_folder_or_its_refusal_is_one_line(
     trained: Path, tmp_path: Path, token: str
 ) -> None:
     """In another process, since the hub's client reads its settings when it is imported."""
-    with HubServer(token=TOKEN) as hub:
+    with FakeHubServer(token=TOKEN) as hub:
         environment = {
             **os.environ,
             "HF_ENDPOINT": hub.url,

@@ -13,10 +13,10 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.plugins import PluginRegistry
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.advantages.advantage_pipeline import GroupOptions
+from ramify.train.advantages.advantage_pipeline import GroupAlgorithmOptions
 from ramify.train.advantages.credit_assignment import CREDITS, CreditNode, Numbers
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.checkpoint import CheckpointStore, TrainingProgress
+from ramify.train.checkpoint import CheckpointedProgress, CheckpointStore
 from ramify.train.config import to_plain_data
 from ramify.train.losses import POLICY_LOSSES, BaseLossFormula, PolicyLossInputs, PpoClip
 from ramify.train.losses.total_loss import LossSpec
@@ -79,7 +79,7 @@ def test_recipe_registers_its_own_classes_by_decorator(mine: Path, tmp_path: Pat
         "nothing",
         0.5,
     )
-    CheckpointStore(tmp_path).save(TrainingProgress(step=1, config=to_plain_data(run)), {})
+    CheckpointStore(tmp_path).save(CheckpointedProgress(step=1, config=to_plain_data(run)), {})
     assert load_stored_run(tmp_path) == run
 
 
@@ -169,7 +169,7 @@ def test_unusable_classes_and_taken_names_are_not_registered() -> None:
     ):
 
         @ALGORITHMS.register("grpo")
-        class Mine(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"):
+        class Mine(GroupAlgorithmOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"):
             """Another."""
 
     with pytest.raises(

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError, TrainError
-from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
+from ramify.tasks.base import DatasetTask, Item, TrajectoryRewardFunction, generated
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
@@ -20,7 +20,7 @@ from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.score_failure_counts import summarise_errors
 from ramify.train.training_guard import (
-    TrainingGuard,
+    TrainingGuardSpec,
     TrainingGuardState,
     check_evaluation,
     check_step,
@@ -57,7 +57,7 @@ FINE = {
 }
 
 
-def steps(guard: TrainingGuard, *changes: dict[str, float]) -> list[Any]:
+def steps(guard: TrainingGuardSpec, *changes: dict[str, float]) -> list[Any]:
     """Return the verdict on each step, with a checkpoint after each step."""
     memory, verdicts = TrainingGuardState(), []
     for change in changes:
@@ -70,7 +70,7 @@ def names(verdicts: list[Any]) -> list[list[str]]:
     return [[each.name for each in verdict.found] for verdict in verdicts]
 
 
-def evaluations(guard: TrainingGuard, *rewards: float | None) -> list[Any]:
+def evaluations(guard: TrainingGuardSpec, *rewards: float | None) -> list[Any]:
     memory = TrainingGuardState()
     values = [{} if each is None else {"validation/reward": each} for each in rewards]
     return [check_evaluation(guard, memory, each) for each in values]
@@ -78,17 +78,17 @@ def evaluations(guard: TrainingGuard, *rewards: float | None) -> list[Any]:
 
 def test_patience_stops_after_evaluations_without_improvement() -> None:
     verdicts = evaluations(
-        TrainingGuard(patience=2, min_delta=0.1), 0.3, 0.5, 0.55, None, 0.52, 0.7
+        TrainingGuardSpec(patience=2, min_delta=0.1), 0.3, 0.5, 0.55, None, 0.52, 0.7
     )
     assert [bool(each.stop) for each in verdicts] == [False, False, False, False, True, False]
     assert (
         verdicts[4].stop == "validation has not risen above 0.5 in 2 evaluations (guard.patience)"
     )
-    assert not any(each.stop for each in evaluations(TrainingGuard(), *[0.1] * 50))
+    assert not any(each.stop for each in evaluations(TrainingGuardSpec(), *[0.1] * 50))
 
 
 def test_finding_is_reported_once_until_it_ceases() -> None:
-    verdicts = steps(TrainingGuard(), {}, {}, {"entropy": 0.05}, {"entropy": 0.05}, {}, LOW)
+    verdicts = steps(TrainingGuardSpec(), {}, {}, {"entropy": 0.05}, {"entropy": 0.05}, {}, LOW)
     assert names(verdicts) == [[], [], ["entropy_collapse"], [], [], ["entropy_collapse"]]
     assert verdicts[2].found[0].text == (
         "the entropy is 0.05, down from 1 at first: the policy no longer explores; lower "
@@ -132,10 +132,10 @@ def test_each_finding_is_reported_and_can_be_disabled(
 ) -> None:
     """Within three steps after it begins, and alone."""
     given = [{}, {}, change, change, change]
-    found = steps(TrainingGuard(), *given)
+    found = steps(TrainingGuardSpec(), *given)
     assert [each for step in names(found) for each in step] == [name]
     if alarm:
-        off = TrainingGuard(alarms=CollapseAlarms(**{alarm: None}))
+        off = TrainingGuardSpec(alarms=CollapseAlarms(**{alarm: None}))
         assert name not in [each for step in names(steps(off, *given)) for each in step]
 
 
@@ -146,28 +146,28 @@ def test_each_finding_is_reported_and_can_be_disabled(
 def test_what_is_wrong_from_the_first_step_has_no_comparison(
     change: dict[str, float], name: str
 ) -> None:
-    assert names(steps(TrainingGuard(), change, change, change)) == [[], [name], []]
-    assert names(steps(TrainingGuard(), {}, change, change)) == [[], [], []]
+    assert names(steps(TrainingGuardSpec(), change, change, change)) == [[], [name], []]
+    assert names(steps(TrainingGuardSpec(), {}, change, change)) == [[], [], []]
 
 
 def test_fall_of_the_reward_within_noise_is_not_reported() -> None:
     """Eight items of eight rollouts each, whose mean reward has a standard error of 0.1."""
     peak, fallen = {"reward": 0.7, "reward_error": 0.1}, {"reward": 0.35, "reward_error": 0.1}
-    assert names(steps(TrainingGuard(), peak, fallen, fallen)) == [[], [], []]
+    assert names(steps(TrainingGuardSpec(), peak, fallen, fallen)) == [[], [], []]
     gone = fallen | {"reward": 0.1}
-    assert names(steps(TrainingGuard(), peak, gone, gone)) == [[], [], ["falling_reward"]]
+    assert names(steps(TrainingGuardSpec(), peak, gone, gone)) == [[], [], ["falling_reward"]]
 
 
 def test_consequences_of_a_divergence_are_not_reported() -> None:
     after = {"entropy": 0.01, "truncated_rollouts": 1.0, "reward": 0.0, "cut_replies": 1.0}
-    found = steps(TrainingGuard(), {}, {"post_kl": 3.0}, after, after, after)
+    found = steps(TrainingGuardSpec(), {}, {"post_kl": 3.0}, after, after, after)
     assert names(found) == [[], ["divergence"], [], [], []]
     assert found[3].metrics["alarm_truncation_spiral"] == 1
 
 
 def test_findings_of_another_policy_use_its_own_first_steps() -> None:
     """Its metrics have no length, and a step without signal may have no entropy."""
-    guard = TrainingGuard(max_kl=0.1)
+    guard = TrainingGuardSpec(max_kl=0.1)
     name = "policy.children/"
     found = steps(
         guard,
@@ -186,14 +186,14 @@ def test_kl_and_entropy_limits_stop_or_warn() -> None:
     limits: dict[str, Any] = {"max_kl": 0.1, "min_entropy": 0.5}
     changes = [{}, {"approx_kl": 0.2}, {"ref_kl": 0.3}, {}, {"entropy": 0.4}]
     for then in (None, "stop"):
-        assert [each.stop for each in steps(TrainingGuard(then=then, **limits), *changes)] == [
+        assert [each.stop for each in steps(TrainingGuardSpec(then=then, **limits), *changes)] == [
             "",
             "the KL is 0.2, above guard.max_kl=0.1",
             "the KL is 0.3, above guard.max_kl=0.1",
             "",
             "the entropy is 0.4, below guard.min_entropy=0.5",
         ]
-    verdicts = steps(TrainingGuard(then="warn", **limits), *changes)
+    verdicts = steps(TrainingGuardSpec(then="warn", **limits), *changes)
     assert [each.stop for each in verdicts] == [""] * 5
     assert names(verdicts) == [[], ["max_kl"], [], [], ["min_entropy"]]
 
@@ -202,7 +202,7 @@ def test_what_follows_from_a_finding() -> None:
     hard = SAME | {"solve_none": 1.0, "reward_max": 0.0}
     for change, curable in (({"post_kl": 2.0}, True), (hard, False)):
         stop, back, warn = (
-            steps(TrainingGuard(then=then), {}, change, change)[1 if curable else 2]
+            steps(TrainingGuardSpec(then=then), {}, change, change)[1 if curable else 2]
             for then in ("stop", "rollback", "warn")
         )
         assert (bool(stop.stop), bool(stop.rollback)) == (True, False)
@@ -235,21 +235,21 @@ def test_evaluation_is_compared_with_the_training_reward(
     memory = TrainingGuardState()
     note_initial_score(memory, of_score(scores[0]))
     for reward in rewards:
-        check_step(TrainingGuard(), memory, {**FINE, "reward": reward})
-    found = check_evaluation(TrainingGuard(), memory, of_score(scores[1]))
+        check_step(TrainingGuardSpec(), memory, {**FINE, "reward": reward})
+    found = check_evaluation(TrainingGuardSpec(), memory, of_score(scores[1]))
     assert [each.name for each in found.found] == ([name] if name else [])
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: TrainingGuard(patience=-1),
+        lambda: TrainingGuardSpec(patience=-1),
         lambda: CollapseAlarms(window=0),
         lambda: CollapseAlarms(length=0.5),
         lambda: CollapseAlarms(kl=0.0),
-        lambda: TrainingGuard(max_kl=-1),
-        lambda: TrainingGuard(rollback_lr=1.0),
-        lambda: TrainingGuard(max_rollbacks=0),
+        lambda: TrainingGuardSpec(max_kl=-1),
+        lambda: TrainingGuardSpec(rollback_lr=1.0),
+        lambda: TrainingGuardSpec(max_rollbacks=0),
     ],
 )
 def test_invalid_guard_options_are_rejected(make: Any) -> None:
@@ -260,7 +260,7 @@ def test_invalid_guard_options_are_rejected(make: Any) -> None:
 # --- whole runs
 
 
-constant = SimpleTask("constant", generated("constant", _make), lambda answer, item: 0.5)
+constant = DatasetTask("constant", generated("constant", _make), lambda answer, item: 0.5)
 
 
 def run_of(task: str = "tests.train.small:even", steps: int = 4, **changes: Any) -> Run:
@@ -288,7 +288,7 @@ def diagnoses(folder: Path) -> list[tuple[int, Diagnosis]]:
 def test_finding_is_logged_and_stored_and_can_stop_the_run(tmp_path: Path) -> None:
     said: list[str] = []
     state = train(
-        run_of("tests.train.test_run_doctor:constant", guard=TrainingGuard(then="stop")),
+        run_of("tests.train.test_run_doctor:constant", guard=TrainingGuardSpec(then="stop")),
         tmp_path,
         say=said.append,
     )
@@ -307,7 +307,7 @@ def test_finding_is_logged_and_stored_and_can_stop_the_run(tmp_path: Path) -> No
 
 def test_run_goes_back_to_its_best_checkpoint_with_a_smaller_rate(tmp_path: Path) -> None:
     """Once: then the limit of rollbacks stops it."""
-    guard = TrainingGuard(
+    guard = TrainingGuardSpec(
         then="rollback", max_rollbacks=1, rollback_lr=0.25, alarms=CollapseAlarms(kl=1e-9)
     )
     said: list[str] = []
@@ -354,9 +354,9 @@ UNSCORED = {"no_signal": 1.0, "score_errors": 2.0, "scored_answers": 1.0}
 def test_score_that_fails_for_most_answers_ends_a_run_that_learns_nothing(
     given: list[dict[str, float]], fails: list[bool]
 ) -> None:
-    assert [each.is_failure for each in steps(TrainingGuard(), *given)] == fails
-    assert not any(each.is_failure for each in steps(TrainingGuard(then="warn"), *given))
-    off = TrainingGuard(alarms=CollapseAlarms(failed=None))
+    assert [each.is_failure for each in steps(TrainingGuardSpec(), *given)] == fails
+    assert not any(each.is_failure for each in steps(TrainingGuardSpec(then="warn"), *given))
+    off = TrainingGuardSpec(alarms=CollapseAlarms(failed=None))
     assert not any(each.is_failure for each in steps(off, *given))
 
 
@@ -366,7 +366,7 @@ def _raises_for_most(item: Item, trajectory: Trajectory) -> float:
     return {"a": 1.0}["b"]
 
 
-raising = SimpleTask(
+raising = DatasetTask(
     "raising", generated("raising", _make), TrajectoryRewardFunction(_raises_for_most)
 )
 WHY = r"its score raised KeyError: 'b', at \S+test_run_doctor\.py:\d+ \(_raises_for_most\)"
@@ -391,7 +391,9 @@ def test_run_whose_score_mostly_raises_says_so_at_its_first_step_and_fails(tmp_p
 
 def test_run_counts_scores_that_fail_and_names_them_at_its_end(tmp_path: Path) -> None:
     said: list[str] = []
-    run = run_of("tests.train.test_run_doctor:raising", steps=2, guard=TrainingGuard(then="warn"))
+    run = run_of(
+        "tests.train.test_run_doctor:raising", steps=2, guard=TrainingGuardSpec(then="warn")
+    )
     train(run, tmp_path, say=said.append)
     assert said[-1].startswith("8 of 12 rollouts of this run could not be scored")
 

@@ -28,9 +28,9 @@ from ramify.train.engine_consistency_checks import (
     EngineConsistencyChecks,
     TokenIdHashingClient,
 )
-from ramify.train.load_run_parts import LoadedRunParts
+from ramify.train.load_run_parts import PreparedTrainingRun
 from ramify.train.preflight import first_prompt
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.train.rollouts.rollouter import RolloutOptions, TaskRolloutRunner
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group
 from tests.inference.helpers import ENGINE_KEY
@@ -38,12 +38,12 @@ from tests.train.small import assemble, small
 
 
 @pytest.fixture(scope="module")
-def made() -> LoadedRunParts:
+def made() -> PreparedTrainingRun:
     return assemble(small())
 
 
 @pytest.fixture(scope="module")
-def engine(made: LoadedRunParts) -> Iterator[LocalClient]:
+def engine(made: PreparedTrainingRun) -> Iterator[LocalClient]:
     client = LocalClient(made.serving)
     yield client
     asyncio.run(client.close())
@@ -53,7 +53,7 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def check(made: LoadedRunParts, client: Any, model: Any = None) -> EngineConsistencyChecks:
+def check(made: PreparedTrainingRun, client: Any, model: Any = None) -> EngineConsistencyChecks:
     prompt = first_prompt(made.scaffold, made.run, made.task, items_of(made.task, "validation")[0])
     return EngineConsistencyChecks(
         TokenIdHashingClient(client), (model or made.policy.model).named_parameters, prompt
@@ -61,14 +61,14 @@ def check(made: LoadedRunParts, client: Any, model: Any = None) -> EngineConsist
 
 
 def test_canary_passes_if_engine_and_trainer_have_the_same_weights(
-    made: LoadedRunParts, engine: LocalClient
+    made: PreparedTrainingRun, engine: LocalClient
 ) -> None:
     checked = check(made, engine)
     asyncio.run(checked.check_engines(SingleBackend(made.policy), at_once))
     assert 0 < checked.worst < 1e-5
 
 
-def test_different_weights_in_the_engine_are_detected(made: LoadedRunParts) -> None:
+def test_different_weights_in_the_engine_are_detected(made: PreparedTrainingRun) -> None:
     other = from_config(made.policy.config, made.policy.tokenizer, seed=5)
     client = LocalClient(other, name="local:other")
     try:
@@ -78,7 +78,7 @@ def test_different_weights_in_the_engine_are_detected(made: LoadedRunParts) -> N
         asyncio.run(client.close())
 
 
-def test_stale_engine_cache_is_detected(made: LoadedRunParts) -> None:
+def test_stale_engine_cache_is_detected(made: PreparedTrainingRun) -> None:
     """The engine shares the trainer's weights but was not notified of a change: the fingerprints
     agree, the canary does not."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed=6)
@@ -104,7 +104,7 @@ def test_stale_engine_cache_is_detected(made: LoadedRunParts) -> None:
         asyncio.run(client.close())
 
 
-def test_broken_weights_are_not_blamed_on_the_engine(made: LoadedRunParts) -> None:
+def test_broken_weights_are_not_blamed_on_the_engine(made: PreparedTrainingRun) -> None:
     """A learning rate that is far too high breaks the weights, and rounding grows with them."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed=6)
     client = LocalClient(policy, name="local:broken")
@@ -142,7 +142,7 @@ class OldMatrixEngine:
 
 
 def test_old_output_matrix_is_detected_even_if_samples_hide_it(
-    made: LoadedRunParts, engine: LocalClient
+    made: PreparedTrainingRun, engine: LocalClient
 ) -> None:
     old = LocalClient(
         from_config(made.policy.config, made.policy.tokenizer, seed=5), name="local:old"
@@ -183,7 +183,7 @@ def changed(policy: Policy, by: float, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", [LocalClient, UnchangedEngine])
 def test_ineffective_weight_sync_is_detected_even_if_canary_is_too_coarse(
-    made: LoadedRunParts, kind: type[LocalClient]
+    made: PreparedTrainingRun, kind: type[LocalClient]
 ) -> None:
     """vLLM's protocol has no fingerprint, and in bf16 the canary allows 0.3. Steps so small that
     bf16 rounds them away do not count."""
@@ -242,7 +242,7 @@ def test_ineffective_weight_sync_is_detected_even_if_canary_is_too_coarse(
     asyncio.run(run())
 
 
-def test_canary_does_not_wait_for_a_lost_engine(made: LoadedRunParts) -> None:
+def test_canary_does_not_wait_for_a_lost_engine(made: PreparedTrainingRun) -> None:
     """A lost engine is checked after it rejoins with new weights, so this check is skipped."""
 
     async def run() -> None:
@@ -269,18 +269,18 @@ def test_canary_does_not_wait_for_a_lost_engine(made: LoadedRunParts) -> None:
     asyncio.run(run())
 
 
-def roll_out(made: LoadedRunParts, seen: TokenIdHashingClient) -> list[Group]:
+def roll_out(made: PreparedTrainingRun, seen: TokenIdHashingClient) -> list[Group]:
     async def run() -> list[Group]:
         run = made.run
         async with RLM(seen, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox) as rlm:
-            rollouts = Rollouter(rlm, made.task, RolloutOptions(group=2))
+            rollouts = TaskRolloutRunner(rlm, made.task, RolloutOptions(group=2))
             return await rollouts.groups([items_of(made.task, "train")[0]], 0)
 
     return asyncio.run(run())
 
 
 def test_trajectory_ids_must_match_those_the_engine_saw(
-    made: LoadedRunParts, engine: LocalClient
+    made: PreparedTrainingRun, engine: LocalClient
 ) -> None:
     checked = check(made, engine)
     groups = roll_out(made, checked.seen)
@@ -302,7 +302,9 @@ def test_trajectory_ids_must_match_those_the_engine_saw(
         checked.check_token_ids(groups)
 
 
-def test_lost_or_doubled_loss_weight_is_detected(made: LoadedRunParts, engine: LocalClient) -> None:
+def test_lost_or_doubled_loss_weight_is_detected(
+    made: PreparedTrainingRun, engine: LocalClient
+) -> None:
     rows = made.rows[:6]
     batches = pack(rows)
     check(made, engine).check_packed_loss_weights(rows, batches)
@@ -312,7 +314,7 @@ def test_lost_or_doubled_loss_weight_is_detected(made: LoadedRunParts, engine: L
         check(made, engine).check_packed_loss_weights([*rows, rows[0]], batches)
 
 
-def test_replies_without_ids_are_not_audited(made: LoadedRunParts) -> None:
+def test_replies_without_ids_are_not_audited(made: PreparedTrainingRun) -> None:
     class Plain:
         name, window, price, version = "plain", 100, None, 0
 

@@ -10,18 +10,18 @@ import pytest
 
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.train.config import EvaluateSpec, PolicySpec, TaskSpec
 from ramify.train.resolve_run import resolve
 from tests.train.small import assemble, small
 
 
-def few() -> SimpleTask:
+def few() -> DatasetTask:
     splits = {
         split: [Item(f"{split} {number}?", gold=1, id=f"{split}/{number}") for number in range(3)]
         for split in ("train", "validation", "test")
     }
-    return SimpleTask("few", splits, lambda answer, item: 1.0 if answer == item.gold else 0.0)
+    return DatasetTask("few", splits, lambda answer, item: 1.0 if answer == item.gold else 0.0)
 
 
 def said(changes: dict[str, Any], **sample: Any) -> list[str]:

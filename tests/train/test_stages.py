@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError, TrainError
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec
@@ -18,8 +18,8 @@ from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import (
     RolloutAttempt,
     RolloutConcurrencyLimiter,
-    Rollouter,
     RolloutGroupInProgress,
+    TaskRolloutRunner,
 )
 from ramify.train.stages import RandomStringWarmUpStage, RlStage, SftStage, StepData
 from ramify.types.trajectory import Trajectory
@@ -28,7 +28,7 @@ from tests.train.trees import call, tree
 ITEMS = [Item("?", id=f"{index}") for index in range(7)]
 
 
-class PreparedRollouts(Rollouter):
+class PreparedRollouts(TaskRolloutRunner):
     """Prepared rollouts: the attempts at item n have the rewards ``rewards[n]``."""
 
     def __init__(self, rewards: dict[int, tuple[float | None, ...]]) -> None:
@@ -60,7 +60,7 @@ class PreparedRollouts(Rollouter):
 
 def work(canned: PreparedRollouts, *, next_item: int = 0, **sample: Any) -> tuple[StepData, int]:
     """Return the data of the first step and the first item that was not started."""
-    task = SimpleTask("t", {"train": ITEMS}, lambda answer, item: 0.0)
+    task = DatasetTask("t", {"train": ITEMS}, lambda answer, item: 0.0)
     spec = RlSpec(steps=4, sample=RolloutBatchSpec(**sample))
     stage = RlStage(spec, DrGRPO(), task, canned)
 

@@ -15,7 +15,7 @@ from ramify.cli.parser import ExitCode
 from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.errors import ConfigError
 from ramify.evaluate.traffic_scores import (
-    CorrectionJudge,
+    UserCorrectionDetector,
     regex_correction_rule,
     score_corrections,
     score_stored_conversations,
@@ -23,11 +23,11 @@ from ramify.evaluate.traffic_scores import (
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, load_policy, save_policy
 from ramify.serve.redaction import RedactionRules
-from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
+from ramify.serve.traffic_recorder import ConversationRecorder, PolicyFactsForRecorder
 from ramify.store.folder_store import Store
 from ramify.store.reviews import HumanRunReview
 from ramify.testing.scripted_client import ScriptedClient
-from ramify.train.advantages.base import RolloutAdvantages, StepAdvantages, TokenCredit
+from ramify.train.advantages.base import OptimizerStepAdvantages, RolloutAdvantages, TokenCredit
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import read_metrics
@@ -72,7 +72,7 @@ def record(
 
     async def go() -> None:
         engine = LocalClient(made, slots=32)
-        recorder = TrafficRecorder(
+        recorder = ConversationRecorder(
             store, PolicyFactsForRecorder.from_policy(made), RedactionRules(patterns)
         )
 
@@ -166,7 +166,7 @@ def test_redacted_tokens_are_not_learned(tmp_path: Path) -> None:
     for rollout in rollouts:
         num = len(rollout.root.turns[0].reply.token_ids or ())
         credit = TokenCredit([1.0] * num, [1.0] * num, [0.5] * num)
-        assigned = StepAdvantages([RolloutAdvantages(rollout, {("0", 0): credit})], {}, {})
+        assigned = OptimizerStepAdvantages([RolloutAdvantages(rollout, {("0", 0): credit})], {}, {})
         mask_redacted_tokens(assigned)
         after = assigned.rollouts[0].credits["0", 0]
         flags = next(
@@ -227,7 +227,7 @@ def test_a_judge_decides_what_is_a_correction(tmp_path: Path) -> None:
     made = served(tmp_path / "policy")
     record(made, tmp_path / "store", 1, lambda ids: None, texts=["No, that is wrong", "thanks"])
     store = Store(tmp_path / "store")
-    judge = CorrectionJudge(ScriptedClient(["Yes.", "perhaps"]))
+    judge = UserCorrectionDetector(ScriptedClient(["Yes.", "perhaps"]))
     done = asyncio.run(score_corrections(store, judge, "judge"))
     assert (done.num_scored, done.num_corrections, done.num_undecided) == (1, 1, 1)
 

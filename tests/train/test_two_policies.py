@@ -13,7 +13,7 @@ import torch
 
 from ramify.engine.limits import Limits
 from ramify.models.weights import read_weights
-from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
+from ramify.tasks.base import DatasetTask, Item, TrajectoryRewardFunction, generated
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.call_depth_models import DepthSpec
@@ -46,7 +46,7 @@ def _letters(item: Item, trajectory: Trajectory) -> float:
     return sum(ord(letter) % 2 == 0 for letter in text) / len(text) * 0.9 if text else 0.0
 
 
-letters = SimpleTask("letters", generated("letters", _make), TrajectoryRewardFunction(_letters))
+letters = DatasetTask("letters", generated("letters", _make), TrajectoryRewardFunction(_letters))
 
 
 def begin(out: Path) -> Path:

@@ -14,7 +14,7 @@ import pytest
 from ramify.errors import ConfigError, TrainError
 from ramify.progress import heartbeat
 from ramify.train.backends.base import OptimizerSpec
-from ramify.train.stages import FixedDataStage, StepData
+from ramify.train.stages import OfflineDataStage, StepData
 from ramify.train.stall_watchdog import FILE, SerialThread, StallError, StallWatchdog
 from tests.train.small import Unpublished, not_evaluated, small
 from tests.train.trainers import trainer_over
@@ -129,7 +129,7 @@ def test_progress_during_stall_report_cancels_the_stall(tmp_path: Path) -> None:
     assert not (tmp_path / FILE).exists()
 
 
-class Batches(FixedDataStage):
+class Batches(OfflineDataStage):
     """A stage whose steps compute ``num`` batches each, reported only by ``progress.heartbeat``."""
 
     name, num_steps, optim, num = "sft", 1, OptimizerSpec(), 3
@@ -183,7 +183,7 @@ def test_failure_elsewhere_ends_every_wait(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-class Endless(FixedDataStage):
+class Endless(OfflineDataStage):
     """A stage whose data never arrives."""
 
     name, num_steps, optim = "rl", 3, OptimizerSpec()

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from ramify.types.call_tree import CallTree
-from ramify.types.sibling_question_diff import SiblingQuestions
+from ramify.types.sibling_question_diff import SiblingQuestionStore
 from ramify.types.trajectory import Call, CallSite, Stop, Trajectory
 
 
 def told(questions: list[str]) -> list[tuple[str, str]]:
     """(telling part, name) of each question."""
-    asked = SiblingQuestions()
+    asked = SiblingQuestionStore()
     for question in questions:
         asked.add(question)
     return [(asked.distinguishing_text(n), asked.call_name(n)) for n in range(len(questions))]

@@ -340,7 +340,7 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3), attempts: int = 2)
     which one is wrong at the items in ``wrong``; each looks at its text through a tool. A judge
     scored the first run's turns afterwards."""
     from ramify.evaluate.run_evaluation import EvaluationPlan, EvaluationStore, evaluate
-    from ramify.tasks.base import Item, SimpleTask
+    from ramify.tasks.base import DatasetTask, Item
     from ramify.tasks.scoring import exact
 
     words = ["rain", "snow", "fog", "hail", "wind"]
@@ -369,7 +369,7 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3), attempts: int = 2)
         return f"{word}: water that falls"
 
     said: list[int] = []
-    task = SimpleTask("words", {"test": items}, exact)
+    task = DatasetTask("words", {"test": items}, exact)
     client = ScriptedClient(tell, price=Price(1.0, 4.0), name="scripted:counter")
     made = RLM(
         client,

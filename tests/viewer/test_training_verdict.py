@@ -8,7 +8,7 @@ import pytest
 
 from ramify.train.findings import (
     CollapseAlarms,
-    StageStepHistory,
+    StageMetricHistory,
     finding_metric_names,
     step_findings,
 )
@@ -114,7 +114,8 @@ def test_every_finding_has_metrics_that_show_it() -> None:
             return True
 
     names = [
-        name for name, _ in step_findings(Everything(), StageStepHistory({}, {}), CollapseAlarms())
+        name
+        for name, _ in step_findings(Everything(), StageMetricHistory({}, {}), CollapseAlarms())
     ]
     unshown = {name for name in names if not finding_metric_names(name)}
     assert unshown == {"judges_abstain"}  # has metrics under the names of signals

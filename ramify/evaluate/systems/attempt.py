@@ -36,11 +36,11 @@ from ramify.evaluate.systems.base import (
     EvaluatedSystem,
     EvaluatedSystemAnswer,
     MeteredModelAccess,
-    PerItemBudget,
+    TaskItemBudget,
 )
 from ramify.evaluate.systems.command import TIMEOUT_S, CommandLineSystem
 from ramify.evaluate.systems.peer_libraries import PEERS, PeerLibrarySystem
-from ramify.tasks.base import Item, Task, TaskStart
+from ramify.tasks.base import Item, RolloutInitialState, Task
 from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.types.trajectory import Stop, Trajectory
 
@@ -49,7 +49,7 @@ BUDGET = "budget"
 budget."""
 OWN = "own_"
 """Prefix for the names of metrics that a system reports itself."""
-ModelAccessOpener = Callable[[str, PerItemBudget], AbstractAsyncContextManager[MeteredModelAccess]]
+ModelAccessOpener = Callable[[str, TaskItemBudget], AbstractAsyncContextManager[MeteredModelAccess]]
 """Function that takes a name and a budget, and returns a context manager for metered access to the
 model. The access ends with the block."""
 
@@ -80,7 +80,7 @@ class SystemAttemptRunner:
     makes_items = False
 
     def __init__(
-        self, system: EvaluatedSystem, open_seat: ModelAccessOpener, budget: PerItemBudget
+        self, system: EvaluatedSystem, open_seat: ModelAccessOpener, budget: TaskItemBudget
     ) -> None:
         self._system = system
         self._open_seat = open_seat
@@ -109,7 +109,7 @@ class MeteredRlmAttemptRunner:
     makes_items = False
 
     def __init__(
-        self, runs: RlmAttemptRunner, open_seat: ModelAccessOpener, budget: PerItemBudget
+        self, runs: RlmAttemptRunner, open_seat: ModelAccessOpener, budget: TaskItemBudget
     ) -> None:
         self._runs = runs
         self._open_seat = open_seat
@@ -181,13 +181,13 @@ def _seat_name(job: EvaluationSetup, item: Item, number: int, system: str) -> st
     return f"{item.id}/{number} of {system}{where}"
 
 
-def _lower_budget(budget: PerItemBudget, max_cost: float | None) -> PerItemBudget:
+def _lower_budget(budget: TaskItemBudget, max_cost: float | None) -> TaskItemBudget:
     if max_cost is None:
         return budget
     return msgspec.structs.replace(budget, max_cost=min(max_cost, budget.max_cost or max_cost))
 
 
-def _check_plain(task: Task, item: Item, start: TaskStart) -> None:
+def _check_plain(task: Task, item: Item, start: RolloutInitialState) -> None:
     """Raise ConfigError if a task item needs a feature that only Ramify supports.
 
     Only a question and a text are allowed. Other systems could not use its tools, for example.

@@ -31,7 +31,7 @@ from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
 
-class PerItemBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class TaskItemBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The spending limits of a system for one task item (a question of a task).
 
     None means no limit.
@@ -60,7 +60,7 @@ class PerItemBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 _MANY = 1 << 62
-NO_LIMIT = PerItemBudget()
+NO_LIMIT = TaskItemBudget()
 
 
 class MeteredModelAccess:
@@ -77,7 +77,7 @@ class MeteredModelAccess:
         key: str,
         model: str,
         window: int,
-        budget: PerItemBudget,
+        budget: TaskItemBudget,
         price: Price | None,
     ) -> None:
         """Create metered access to the model for one task item.

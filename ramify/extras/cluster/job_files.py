@@ -26,7 +26,7 @@ import msgspec
 from ramify.actors.run_channel import KEY
 from ramify.errors import ConfigError, did_you_mean
 from ramify.extras.cluster.model_and_device_specs import DeviceHardwareSpec
-from ramify.extras.cluster.scheduler_job import NodeGroup, SchedulerJob, node_script
+from ramify.extras.cluster.scheduler_job import JobNodeGroup, SchedulerJobSpec, node_script
 
 _PORT = 6379
 """Port on which the head node listens, unless another job shares its address."""
@@ -55,7 +55,7 @@ class SchedulerJobOptions(msgspec.Struct, frozen=True, kw_only=True):
     SkyPilot's ``resources``."""
 
 
-class SubmitCommand(msgspec.Struct, frozen=True):
+class JobSubmitCommand(msgspec.Struct, frozen=True):
     """A shell command that submits a job or prepares its submission, for example by creating a
     secret."""
 
@@ -84,11 +84,11 @@ class SchedulerJobFiles(msgspec.Struct, frozen=True):
 
     texts: dict[str, str]
     """File name -> text of the file."""
-    commands: tuple[SubmitCommand, ...]
+    commands: tuple[JobSubmitCommand, ...]
 
 
 def job_files(
-    kind: str, job: SchedulerJob, options: SchedulerJobOptions, folder: str
+    kind: str, job: SchedulerJobSpec, options: SchedulerJobOptions, folder: str
 ) -> SchedulerJobFiles:
     """Return the files that a scheduler needs for a job, and the commands that submit it.
 
@@ -103,7 +103,9 @@ def job_files(
 # --- Slurm
 
 
-def _slurm_files(job: SchedulerJob, options: SchedulerJobOptions, folder: str) -> SchedulerJobFiles:
+def _slurm_files(
+    job: SchedulerJobSpec, options: SchedulerJobOptions, folder: str
+) -> SchedulerJobFiles:
     _refuse("slurm", options, "image", "shared")
     lines = ["#!/usr/bin/env bash", f"# {job.recipe}, written by `ramify launch --on slurm`"]
     for index, group in enumerate(job.groups):
@@ -156,18 +158,18 @@ def _slurm_files(job: SchedulerJob, options: SchedulerJobOptions, folder: str) -
         'exit "$code"',
     ]
     texts = {"job.sbatch": "\n".join(lines) + "\n", "node.sh": node_script(job)}
-    command = SubmitCommand(("sbatch", f"{folder}/job.sbatch"), variables=options.secrets)
+    command = JobSubmitCommand(("sbatch", f"{folder}/job.sbatch"), variables=options.secrets)
     return SchedulerJobFiles(texts, (command,))
 
 
-def _sbatch_options(group: NodeGroup) -> list[str]:
+def _sbatch_options(group: JobNodeGroup) -> list[str]:
     """Return the ``sbatch`` options that request one group of identical nodes."""
     options = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={group.cpus}"]
     options += [f"--gpus-per-node={group.gpus}"] if group.gpus else []
     return options + ([f"--mem={group.memory_gb}G"] if group.memory_gb else [])
 
 
-def _other_nodes_command(job: SchedulerJob, script: str) -> str:
+def _other_nodes_command(job: SchedulerJobSpec, script: str) -> str:
     """Return the ``srun`` command that starts the node script on all nodes except the head node."""
     parts = []
     for index, group in enumerate(job.groups):
@@ -193,7 +195,7 @@ def _secret_check_lines(secrets: Sequence[str]) -> list[str]:
 
 
 def _kubernetes_files(
-    job: SchedulerJob, options: SchedulerJobOptions, folder: str
+    job: SchedulerJobSpec, options: SchedulerJobOptions, folder: str
 ) -> SchedulerJobFiles:
     if not options.image or not options.shared:
         raise ConfigError(
@@ -219,7 +221,7 @@ def _kubernetes_files(
     text = "---\n".join(f"{to_yaml(each)}\n" for each in objects)
     secret = ("kubectl", "create", "secret", "generic")
     commands = [
-        SubmitCommand(
+        JobSubmitCommand(
             (*secret, _secret_name(job, name), f"--from-file={name}=/dev/stdin"),
             variables=(name,),
             stdin=name,
@@ -227,15 +229,15 @@ def _kubernetes_files(
         )
         for name in (*([KEY] if job.needs_cluster_secret else []), *options.secrets)
     ]
-    apply = SubmitCommand(("kubectl", "apply", "-f", f"{folder}/job.yaml"))
+    apply = JobSubmitCommand(("kubectl", "apply", "-f", f"{folder}/job.yaml"))
     return SchedulerJobFiles({"job.yaml": text}, (*commands, apply))
 
 
 def _kubernetes_job(
-    job: SchedulerJob,
+    job: SchedulerJobSpec,
     options: SchedulerJobOptions,
     name: str,
-    group: NodeGroup,
+    group: JobNodeGroup,
     first: int,
     count: int,
 ) -> dict[str, object]:
@@ -308,7 +310,7 @@ def _gpu_resource(device: DeviceHardwareSpec) -> str:
     return "amd.com/gpu" if device.name.startswith("mi") else "nvidia.com/gpu"
 
 
-def _secret_name(job: SchedulerJob, variable: str) -> str:
+def _secret_name(job: SchedulerJobSpec, variable: str) -> str:
     """Return the name of the Kubernetes secret for an environment variable.
 
     For example, ``OPENAI_API_KEY`` in the job ``tiny`` becomes ``tiny-openai-api-key``.
@@ -323,7 +325,7 @@ _ACCELERATORS = {"a100": "A100-80GB", "rtx4090": "RTX4090"}
 
 
 def _skypilot_files(
-    job: SchedulerJob, options: SchedulerJobOptions, folder: str
+    job: SchedulerJobSpec, options: SchedulerJobOptions, folder: str
 ) -> SchedulerJobFiles:
     if len(job.groups) > 1:
         shown = " and ".join(map(str, job.groups))
@@ -368,7 +370,7 @@ def _skypilot_files(
     task["run"] = "\n".join([*start, f"{limit}bash -c {text} node {group.cpus} {group.gpus}\n"])
     words = ["sky", "jobs", "launch", "--yes", "--detach-run"]
     words += [word for name in secrets for word in ("--secret", name)]
-    command = SubmitCommand((*words, f"{folder}/task.yaml"), variables=secrets)
+    command = JobSubmitCommand((*words, f"{folder}/task.yaml"), variables=secrets)
     return SchedulerJobFiles({"task.yaml": f"{to_yaml(task)}\n"}, (command,))
 
 
@@ -387,7 +389,9 @@ def _parse_option(text: str) -> object:
 # --- Ray
 
 
-def _ray_files(job: SchedulerJob, options: SchedulerJobOptions, folder: str) -> SchedulerJobFiles:
+def _ray_files(
+    job: SchedulerJobSpec, options: SchedulerJobOptions, folder: str
+) -> SchedulerJobFiles:
     _refuse("ray", options, "image", "shared", "hours", "settings")
     if options.secrets:
         raise ConfigError(
@@ -398,11 +402,11 @@ def _ray_files(job: SchedulerJob, options: SchedulerJobOptions, folder: str) -> 
     script = f"{folder}/node.sh"
     words = ("ray", "job", "submit", "--no-wait", "--", "bash", script)
     return SchedulerJobFiles(
-        {"node.sh": node_script(job, is_in_cluster=True)}, (SubmitCommand(words),)
+        {"node.sh": node_script(job, is_in_cluster=True)}, (JobSubmitCommand(words),)
     )
 
 
-SCHEDULERS: dict[str, Callable[[SchedulerJob, SchedulerJobOptions, str], SchedulerJobFiles]] = {
+SCHEDULERS: dict[str, Callable[[SchedulerJobSpec, SchedulerJobOptions, str], SchedulerJobFiles]] = {
     "slurm": _slurm_files,
     "k8s": _kubernetes_files,
     "skypilot": _skypilot_files,

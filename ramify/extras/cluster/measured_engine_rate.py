@@ -23,10 +23,10 @@ engine, and costs tokens on a paid one.
 ``step_cpu_times`` reads the CPU time of a run's steps from its metrics:
 
     batch16.decode/steps: 311, batch16.decode/cpu_s: 1.42, cpu/loop_s: 1.31, …
-        ->  RolloutCpuTime(step=12, cores=2, loop_s=1.31, sessions_s=2.74, engine=[…])
+        ->  StepRolloutCpuTime(step=12, cores=2, loop_s=1.31, sessions_s=2.74, engine=[…])
 
 Runs of earlier versions have these figures in ``processors.jsonl``, with the fields of
-``RolloutCpuTime``.
+``StepRolloutCpuTime``.
 """
 
 from __future__ import annotations
@@ -385,7 +385,7 @@ _EARLIER = "processors.jsonl"
 _BATCH = re.compile(r"batch(\d+)\.(decode|prefill)/steps")
 
 
-class RolloutCpuTime(msgspec.Struct, frozen=True, kw_only=True):
+class StepRolloutCpuTime(msgspec.Struct, frozen=True, kw_only=True):
     """The recorded CPU time of one training step's rollouts."""
 
     step: int = 0
@@ -398,7 +398,7 @@ class RolloutCpuTime(msgspec.Struct, frozen=True, kw_only=True):
     engine: list[EngineStepTotals]
 
 
-def step_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[RolloutCpuTime]:
+def step_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[StepRolloutCpuTime]:
     """Yield the recorded CPU time of each step of a run, given its folder and its metrics.
 
     Earlier versions recorded CPU times in a separate file, which is read as well.
@@ -409,10 +409,10 @@ def step_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[RolloutC
     path = run / _EARLIER
     for text in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            yield msgspec.json.decode(text, type=RolloutCpuTime)
+            yield msgspec.json.decode(text, type=StepRolloutCpuTime)
 
 
-def _to_recorded_cpu(line: StepMetrics) -> RolloutCpuTime:
+def _to_recorded_cpu(line: StepMetrics) -> StepRolloutCpuTime:
     values = line.values
     engine = []
     for name in values:
@@ -428,7 +428,7 @@ def _to_recorded_cpu(line: StepMetrics) -> RolloutCpuTime:
                     cpu_s=values[prefix + "cpu_s"],
                 )
             )
-    return RolloutCpuTime(
+    return StepRolloutCpuTime(
         step=line.step,
         cores=int(values["cpu/cores"]),
         loop_s=values["cpu/loop_s"],

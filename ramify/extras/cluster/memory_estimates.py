@@ -23,7 +23,7 @@ from itertools import pairwise
 
 import msgspec
 
-from ramify.extras.cluster.model_and_device_specs import DeviceHardwareSpec, ModelShape
+from ramify.extras.cluster.model_and_device_specs import DeviceHardwareSpec, ModelParameterCounts
 from ramify.sandbox.base import JailSpec
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
@@ -71,7 +71,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
 
 
 def estimate_rank_memory(
-    run: Run, shape: ModelShape, device: DeviceHardwareSpec, ranks: int, rank: int = 0
+    run: Run, shape: ModelParameterCounts, device: DeviceHardwareSpec, ranks: int, rank: int = 0
 ) -> MemoryEstimate:
     """Estimate the memory of one trainer rank, or of a trainer that is a single process."""
     shards = max(1, ranks // run.compute.shard.replicas)
@@ -91,7 +91,7 @@ def estimate_rank_memory(
 
 
 def estimate_engine_memory(
-    run: Run, shape: ModelShape, device: DeviceHardwareSpec
+    run: Run, shape: ModelParameterCounts, device: DeviceHardwareSpec
 ) -> MemoryEstimate:
     """Estimate the memory of an inference engine that runs in a separate process."""
     itemsize = weight_itemsize(run, device)
@@ -151,7 +151,11 @@ def weight_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
 
 
 def kv_cache_bytes(
-    shape: ModelShape, device: DeviceHardwareSpec, itemsize: int, slots: int, limit: int | None
+    shape: ModelParameterCounts,
+    device: DeviceHardwareSpec,
+    itemsize: int,
+    slots: int,
+    limit: int | None,
 ) -> int:
     """Return the size of a full KV cache in bytes.
 
@@ -164,7 +168,7 @@ def kv_cache_bytes(
     return max(1, min(slots, limit // (token * longest))) * longest * token
 
 
-def max_batch_tokens(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
+def max_batch_tokens(run: Run, shape: ModelParameterCounts, device: DeviceHardwareSpec) -> int:
     """Return the maximum number of tokens in one training batch on a device.
 
     This is the configured number, or else as many as fit into the memory for activations.
@@ -188,7 +192,7 @@ def _share(num_bytes: int, shards: int) -> int:
     return -(-num_bytes // shards)
 
 
-def _optimizer_bytes(run: Run, shape: ModelShape) -> int:
+def _optimizer_bytes(run: Run, shape: ModelParameterCounts) -> int:
     kinds = [stage.optim.kind for stage in (run.warmup, run.sft, run.rl) if stage is not None]
     by_muon = 0 if shape.adapters else shape.inside
     states = [
@@ -200,7 +204,7 @@ def _optimizer_bytes(run: Run, shape: ModelShape) -> int:
     return max(states)
 
 
-def _gathered_bytes(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
+def _gathered_bytes(run: Run, shape: ModelParameterCounts, device: DeviceHardwareSpec) -> int:
     """Return the bytes of gathered weights and full gradients on one trainer rank.
 
     The weights are gathered from other ranks during computation. The full gradients are held until
@@ -242,7 +246,7 @@ def compute_dtype_bytes(run: Run, device: DeviceHardwareSpec) -> int:
     return by_precision[run.compute.precision]
 
 
-def _extra_model_bytes(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
+def _extra_model_bytes(run: Run, shape: ModelParameterCounts, shards: int) -> Mapping[str, int]:
     """Return the memory of the run's separate reference model and critic, in bytes by name.
 
     Only models that the run needs are included.
@@ -260,7 +264,7 @@ def _extra_model_bytes(run: Run, shape: ModelShape, shards: int) -> Mapping[str,
     return models
 
 
-def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[str, int]:
+def _of_run(run: Run, shape: ModelParameterCounts, device: DeviceHardwareSpec) -> Mapping[str, int]:
     """Return the extra memory that rank 0 needs to control the run, in bytes by component."""
     itemsize = weight_itemsize(run, device)
     parts = {}
@@ -304,7 +308,7 @@ def _share_of_gpu(args: Sequence[str]) -> float:
     return _SHARE_OF_VLLM
 
 
-def _per_token(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
+def _per_token(run: Run, shape: ModelParameterCounts, device: DeviceHardwareSpec) -> int:
     from ramify.train.backends.activation_memory import activation_bytes_per_token
 
     mlp = shape.mlp // run.compute.shard.tensor

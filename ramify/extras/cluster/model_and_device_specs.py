@@ -88,7 +88,7 @@ def device_of(name: str) -> DeviceHardwareSpec:
     return DEVICES[name]
 
 
-class ModelShape(msgspec.Struct, frozen=True):
+class ModelParameterCounts(msgspec.Struct, frozen=True):
     """The sizes of a model that determine how much memory and time it needs.
 
     All counts are numbers of parameters unless a field says otherwise.
@@ -129,7 +129,7 @@ class ModelShape(msgspec.Struct, frozen=True):
         return 2 * self.layers * self.kv_heads * self.head_size * itemsize
 
 
-def model_shape_from_config(config: Any, lora: LoraSpec | None = None) -> ModelShape:
+def model_shape_from_config(config: Any, lora: LoraSpec | None = None) -> ModelParameterCounts:
     """Return the model shape of a Hugging Face config, including LoRA adapters if given."""
     from ramify.models.load import context_window_from_config
     from ramify.train.backends.activation_memory import layers_of
@@ -146,7 +146,7 @@ def model_shape_from_config(config: Any, lora: LoraSpec | None = None) -> ModelS
     experts = sum(p.numel() for p in params.values() if p.dim() == 3)
     chosen = (getattr(text, "num_experts_per_tok", None) or 1) if experts else 0
     active = experts * chosen // num_experts(text) if num_experts(text) else 0
-    return ModelShape(
+    return ModelParameterCounts(
         parameters=parameters,
         inside=inside,
         products=inside + active + text.vocab_size * text.hidden_size,

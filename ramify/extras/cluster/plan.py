@@ -21,7 +21,7 @@ from ramify.extras.cluster.memory_estimates import MemoryEstimate
 from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
     DeviceHardwareSpec,
-    ModelShape,
+    ModelParameterCounts,
     device_of,
     model_shape_from_config,
     policy_config,
@@ -32,7 +32,7 @@ from ramify.extras.cluster.trainer_mesh_estimates import TrainerMeshEstimate, es
 from ramify.train.config import Run
 from ramify.train.metrics import FILE
 from ramify.train.placement.placement_slots import placement_slots
-from ramify.train.placement.placement_spec import NodePool, PlacementSpec
+from ramify.train.placement.placement_spec import NodePoolSpec, PlacementSpec
 from ramify.train.placement_plan import colocation_reason, num_processes_by_role, with_sleep_mode
 
 _THREE_QUARTERS = "three quarters of the machine's"
@@ -99,8 +99,8 @@ class ClusterResourcePlan(msgspec.Struct, frozen=True):
     """
 
     name: str
-    shape: ModelShape
-    pools: dict[str, NodePool]
+    shape: ModelParameterCounts
+    pools: dict[str, NodePoolSpec]
     placement_slots: list[NodeResourceSlot]
     parts: list[RoleProcesses]
     together: list[ColocatedProcesses]
@@ -272,7 +272,7 @@ def _pool_line(name: str, nodes: int, plan: ClusterResourcePlan) -> str:
 
 def _parts(
     run: Run,
-    shape: ModelShape,
+    shape: ModelParameterCounts,
     num: dict[str, int],
     devices: tuple[DeviceHardwareSpec, DeviceHardwareSpec],
 ) -> Iterator[RoleProcesses]:

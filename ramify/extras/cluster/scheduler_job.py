@@ -31,7 +31,7 @@ DNS_NAME = 40
 characters."""
 
 
-class NodeGroup(msgspec.Struct, frozen=True):
+class JobNodeGroup(msgspec.Struct, frozen=True):
     """A group of identical nodes in a scheduler job."""
 
     nodes: int
@@ -47,12 +47,12 @@ class NodeGroup(msgspec.Struct, frozen=True):
         return f"{self.nodes} node{'s' * (self.nodes > 1)} of {gpus}{self.cpus} CPUs{memory}"
 
 
-class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerJobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A training run as a job that a cluster scheduler can start."""
 
     name: str
     """Name of the job: letters, digits and hyphens, as in a DNS name."""
-    groups: tuple[NodeGroup, ...]
+    groups: tuple[JobNodeGroup, ...]
     """Groups of nodes. The first node of the first group is the head, where the run's main process
     runs."""
     device: DeviceHardwareSpec
@@ -96,7 +96,7 @@ def job_of(
     workdir: str = "",
     restarts: int = 3,
     nodes: int | None = None,
-) -> SchedulerJob:
+) -> SchedulerJobSpec:
     """Return the scheduler job that starts a run on the nodes and devices of its plan.
 
     ``nodes`` is used only for a recipe without node pools. Raises ConfigError if the ranks cannot
@@ -108,7 +108,7 @@ def job_of(
     else:
         group, per_node = _without_pools(run, plan, nodes or 1, device)
         groups, by = (group,), "torchrun" if group.nodes > 1 else ""
-    return SchedulerJob(
+    return SchedulerJobSpec(
         name=re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:DNS_NAME].strip("-") or "run",
         groups=groups,
         device=device,
@@ -122,7 +122,7 @@ def job_of(
     )
 
 
-def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
+def _of_pools(plan: ClusterResourcePlan) -> tuple[JobNodeGroup, ...]:
     """Return one node group for each machine pool that the cluster plan uses.
 
     The first group includes the node of the run's main process.
@@ -131,7 +131,7 @@ def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
     for slot in plan.placement_slots:
         used.setdefault(slot.pool, set()).add(slot.node)
     return tuple(
-        NodeGroup(
+        JobNodeGroup(
             len(nodes),
             math.ceil(plan.pools[name].gpus),
             max(1, math.ceil(plan.pools[name].cpus)),
@@ -143,7 +143,7 @@ def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
 
 def _without_pools(
     run: Run, plan: ClusterResourcePlan, nodes: int, device: DeviceHardwareSpec
-) -> tuple[NodeGroup, int]:
+) -> tuple[JobNodeGroup, int]:
     """Return the node group and the trainer ranks per node for a plan without machine pools."""
     counts = {part.role: part.count for part in plan.parts}
     ranks = counts.get("other ranks", 0) + 1
@@ -159,7 +159,7 @@ def _without_pools(
         indices = [gpu.strip() for each in named for gpu in each.split(",")]
         engines = max((int(gpu) + 1 for gpu in indices if gpu.isdigit()), default=0)
         gpus = max(per_node, engines)
-    return NodeGroup(nodes, gpus, per_node + counts.get("sessions", 0), None), per_node
+    return JobNodeGroup(nodes, gpus, per_node + counts.get("sessions", 0), None), per_node
 
 
 # --- the script of a node
@@ -230,7 +230,7 @@ if [ "$code" -eq 0 ]; then touch "$OUT.ended"; fi
 """
 
 
-def node_script(job: SchedulerJob, *, is_in_cluster: bool = False) -> str:
+def node_script(job: SchedulerJobSpec, *, is_in_cluster: bool = False) -> str:
     """Return the text of ``node.sh``, the script that every node runs.
 
     With ``is_in_cluster``, the script is for a Ray cluster that is already running.

@@ -102,7 +102,7 @@ Spans = list[tuple[int, float]]
 """(weight version, number of tokens sampled with it) pairs, in order."""
 
 
-class RecordedTokenIds(NamedTuple):
+class ReplayRequestTokens(NamedTuple):
     """The token ids of one engine request, as recorded in the measured run.
 
     The simulation replays them to predict cache hits.
@@ -124,7 +124,7 @@ class _RunningSequence:
         sampled: int,
         done: Event,
         owner: object,
-        known: RecordedTokenIds | None,
+        known: ReplayRequestTokens | None,
     ) -> None:
         self.new = new
         self.context = context
@@ -213,7 +213,7 @@ class SimulatedEngine:
         context: int,
         sampled: int,
         owner: object = None,
-        known: RecordedTokenIds | None = None,
+        known: ReplayRequestTokens | None = None,
     ) -> Event:
         """Simulate a request to the engine for a reply of ``sampled`` tokens.
 

@@ -29,7 +29,7 @@ from ramify.errors import ConfigError
 from ramify.extras.cluster.measured_engine_rate import (
     InferenceEngineSpeed,
     MeasuredRequest,
-    RolloutCpuTime,
+    StepRolloutCpuTime,
     fit,
     non_negative_least_squares,
     step_cpu_times,
@@ -51,7 +51,7 @@ CPU_CACHE_BYTES = 2 << 30
 """Default cache size of the embedded engine on a CPU."""
 
 
-class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
+class MeasurementRunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of the run in which the inputs of a simulation were measured.
 
     They include sizes such as the number of engines. A simulation uses them unless it is given
@@ -85,7 +85,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
 
     groups: list[list[RolloutWorkload]]
     rate: InferenceEngineSpeed
-    sizes: MeasuredRunSettings
+    sizes: MeasurementRunSettings
     learn_base_s: float
     """Seconds of learning per step, independent of the number of tokens."""
     learn_token_s: float
@@ -291,7 +291,7 @@ def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 def _read_run_settings(
     run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]
-) -> MeasuredRunSettings:
+) -> MeasurementRunSettings:
     """Read the sizes and settings of the measured run from its configuration.
 
     Missing sizes are counted in the saved rollouts.
@@ -305,7 +305,7 @@ def _read_run_settings(
     limits = config.get("limits") or {}
     group = max(len(group) for groups in steps for group in groups)
     items = max(len(groups) for groups in steps)
-    return MeasuredRunSettings(
+    return MeasurementRunSettings(
         items=sample.get("items", items),
         group=rollout.get("group", group),
         concurrency=rollout.get("concurrency", items * group),
@@ -348,7 +348,7 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 
 
 def _fit_engine_rate(
-    trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float
+    trees: Sequence[Trajectory], sizes: MeasurementRunSettings, hidden: float
 ) -> InferenceEngineSpeed:
     """Fit the speed of the run's inference engines to the requests in recorded trajectories.
 
@@ -359,7 +359,9 @@ def _fit_engine_rate(
     return fit(requests, sizes.engines, sizes.slots, hidden=hidden)
 
 
-def _fit_rate_to_cpu(spent: Sequence[RolloutCpuTime], slots: int) -> InferenceEngineSpeed | None:
+def _fit_rate_to_cpu(
+    spent: Sequence[StepRolloutCpuTime], slots: int
+) -> InferenceEngineSpeed | None:
     """Estimate the speed of an engine in the trainer's process from the CPU time of its steps.
 
     Returns None if no steps were recorded.
@@ -383,7 +385,7 @@ def _fit_rate_to_cpu(spent: Sequence[RolloutCpuTime], slots: int) -> InferenceEn
 
 
 def _measure_host_cpu(
-    spent: Sequence[RolloutCpuTime],
+    spent: Sequence[StepRolloutCpuTime],
     rollouts: Sequence[RolloutWorkload],
     hidden: float,
     num_steps: int,
@@ -513,7 +515,7 @@ def _preparation_seconds(
     done: dict[int, metric_file.StepMetrics],
     saved: dict[int, list[Trajectory]],
     steps: Sequence[int],
-    sizes: MeasuredRunSettings,
+    sizes: MeasurementRunSettings,
 ) -> list[float]:
     """Return the seconds for preparing each step's data after its rollouts have ended.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ramify.extras.cluster.model_and_device_specs import ModelShape
+from ramify.extras.cluster.model_and_device_specs import ModelParameterCounts
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import Run
 
@@ -76,7 +76,7 @@ def _more_passes(run: Run) -> int:
     return bool(run.rl.loss.kl_beta or "ref_logprobs" in streams) + (run.rl.loss.old == "pass")
 
 
-def forward_flop_per_token(shape: ModelShape, length: float) -> float:
+def forward_flop_per_token(shape: ModelParameterCounts, length: float) -> float:
     """Return the FLOPs of one token's forward pass in a sequence of ``length`` tokens.
 
     On average, half of the sequence precedes the token.

@@ -28,7 +28,7 @@ from ramify.extras.cluster.memory_estimates import max_concurrent_sequences, wei
 from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
     DeviceHardwareSpec,
-    ModelShape,
+    ModelParameterCounts,
 )
 from ramify.extras.cluster.step_compute_work import (
     StepTokenCounts,
@@ -110,7 +110,7 @@ def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredThro
 
 def estimate_step_seconds(
     run: Run,
-    shape: ModelShape,
+    shape: ModelParameterCounts,
     ranks: int,
     engines: int,
     devices: tuple[DeviceHardwareSpec, DeviceHardwareSpec],
@@ -150,7 +150,7 @@ def estimate_step_seconds(
 
 def _estimate_learning(
     run: Run,
-    shape: ModelShape,
+    shape: ModelParameterCounts,
     ranks: int,
     device: DeviceHardwareSpec,
     tokens: StepTokenCounts,
@@ -174,7 +174,7 @@ def _estimate_learning(
 
 def _estimate_sampling(
     run: Run,
-    shape: ModelShape,
+    shape: ModelParameterCounts,
     engines: int,
     device: DeviceHardwareSpec,
     tokens: StepTokenCounts,

@@ -30,7 +30,7 @@ from ramify.extras.cluster import memory_estimates
 from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
     DeviceHardwareSpec,
-    ModelShape,
+    ModelParameterCounts,
     num_experts,
 )
 from ramify.extras.cluster.step_compute_work import (
@@ -84,7 +84,7 @@ class TrainerMeshEstimate(msgspec.Struct, frozen=True):
 
 def estimate_meshes(
     run: Run,
-    shape: ModelShape,
+    shape: ModelParameterCounts,
     config: Any,
     ranks: int,
     device: DeviceHardwareSpec,
@@ -123,7 +123,7 @@ def _sizes(run: Run, config: Any, ranks: int) -> Iterator[DeviceMeshSizes]:
 
 def _estimate(
     run: Run,
-    shape: ModelShape,
+    shape: ModelParameterCounts,
     sizes: DeviceMeshSizes,
     device: DeviceHardwareSpec,
     tokens: StepTokenCounts,
@@ -152,7 +152,7 @@ def _estimate(
 
 def learning_seconds(
     run: Run,
-    shape: ModelShape,
+    shape: ModelParameterCounts,
     sizes: DeviceMeshSizes,
     device: DeviceHardwareSpec,
     tokens: StepTokenCounts,
@@ -179,7 +179,7 @@ def learning_seconds(
 
 def sent_bytes(
     run: Run,
-    shape: ModelShape,
+    shape: ModelParameterCounts,
     sizes: DeviceMeshSizes,
     device: DeviceHardwareSpec,
     tokens: StepTokenCounts,

@@ -59,7 +59,7 @@ class SdkCallSignature:
 
 
 @dataclass(frozen=True)
-class CloudSandboxSdk:
+class SandboxSdkSpec:
     """The SDK of a cloud sandbox service, and the calls that Ramify's provider makes to it."""
 
     provider: str

@@ -19,10 +19,10 @@ from typing import Any
 
 from ramify.extras.sandboxes import cloud_sandbox_sdk
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.providers.remote import CallbackDataQueue, Carries, RemoteSandbox
+from ramify.sandbox.providers.remote import Carries, CommandOutputQueue, RemoteSandbox
 
 _BOX = ("name", "network_block_all", "ephemeral", "auto_stop_interval")
-SDK = cloud_sandbox_sdk.CloudSandboxSdk(
+SDK = cloud_sandbox_sdk.SandboxSdkSpec(
     "daytona",
     "daytona",
     "daytona",
@@ -75,7 +75,7 @@ class DaytonaService:
         client = self._client
         box = await self._create()
         try:
-            inbox = CallbackDataQueue()
+            inbox = CommandOutputQueue()
             terminal = await box.process.create_pty_session(id="ramify", on_data=inbox.put)
             await terminal.wait_for_connection()
             await terminal.send_input(f"exec {shlex.join(command)}\n")
@@ -132,10 +132,10 @@ class DaytonaService:
 class DaytonaStream:
     """The two-way byte stream over a Daytona sandbox's terminal.
 
-    Implements ``remote.ByteStream``.
+    Implements ``remote.CommandByteStream``.
     """
 
-    def __init__(self, client: Any, box: Any, terminal: Any, inbox: CallbackDataQueue) -> None:
+    def __init__(self, client: Any, box: Any, terminal: Any, inbox: CommandOutputQueue) -> None:
         self._client = client
         self._box = box
         self._terminal = terminal

@@ -16,9 +16,9 @@ from typing import Any
 
 from ramify.extras.sandboxes import cloud_sandbox_sdk
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.providers.remote import CallbackDataQueue, Carries, RemoteSandbox
+from ramify.sandbox.providers.remote import Carries, CommandOutputQueue, RemoteSandbox
 
-SDK = cloud_sandbox_sdk.CloudSandboxSdk(
+SDK = cloud_sandbox_sdk.SandboxSdkSpec(
     "e2b",
     "e2b",
     "e2b",
@@ -72,7 +72,7 @@ class E2BService:
             self.name, request, lambda created: created.kill()
         )
         try:
-            inbox = CallbackDataQueue()
+            inbox = CommandOutputQueue()
             handle = await box.commands.run(
                 shlex.join(command),
                 background=True,
@@ -96,10 +96,10 @@ class E2BService:
 class E2BStream:
     """The two-way byte stream over the standard input and output of a background command.
 
-    Implements ``remote.ByteStream``.
+    Implements ``remote.CommandByteStream``.
     """
 
-    def __init__(self, box: Any, handle: Any, inbox: CallbackDataQueue) -> None:
+    def __init__(self, box: Any, handle: Any, inbox: CommandOutputQueue) -> None:
         self._box = box
         self._handle = handle
         self.receive = inbox.get

@@ -32,7 +32,7 @@ else:
     notebook = notebook  # noqa: F821  (the guest defines it in its modules)
 
 
-class CellNamingCompiler(compilerop.CachingCompiler):
+class FixedCellNameCompiler(compilerop.CachingCompiler):
     """An IPython compiler that names code cells as other sandboxes do, for identical tracebacks."""
 
     name = "<cell>"
@@ -67,7 +67,7 @@ class HeadlessIPythonShell(interactiveshell.InteractiveShell):
     """An IPython shell without a terminal, a profile, or a history on disk."""
 
     displayhook_class = CellDisplayHook
-    compiler_class = CellNamingCompiler
+    compiler_class = FixedCellNameCompiler
     system = interactiveshell.InteractiveShell.system_raw
 
     def showtraceback(self, *args: Any, **options: Any) -> None:

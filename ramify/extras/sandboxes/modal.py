@@ -18,7 +18,7 @@ from ramify.sandbox.providers.remote import Carries, RemoteSandbox
 
 APP = "ramify"
 _BOX = ("app", "image", "block_network", "timeout", "cpu", "memory")
-SDK = cloud_sandbox_sdk.CloudSandboxSdk(
+SDK = cloud_sandbox_sdk.SandboxSdkSpec(
     "modal",
     "modal",
     "modal",
@@ -62,7 +62,7 @@ class ModalService:
         self._modal = modal
         self._spec = spec
 
-    async def start_in_new_box(self, command: list[str]) -> ModalStream:
+    async def start_in_new_box(self, command: list[str]) -> ModalByteStream:
         modal = self._modal
         app = await modal.App.lookup.aio(APP, create_if_missing=True)
         image = (
@@ -82,7 +82,7 @@ class ModalService:
             self.name, request, lambda created: created.terminate.aio()
         )
         try:
-            return ModalStream(box, await box.exec.aio(*command, text=False))
+            return ModalByteStream(box, await box.exec.aio(*command, text=False))
         except BaseException:
             await cloud_sandbox_sdk.delete_after_failure(
                 self.name, f"sandbox {box.object_id}", box.terminate.aio
@@ -93,10 +93,10 @@ class ModalService:
         """Do nothing, because the service holds no resources between sessions."""
 
 
-class ModalStream:
+class ModalByteStream:
     """The two-way byte stream over the standard input and output of one ``exec``.
 
-    Implements ``remote.ByteStream``.
+    Implements ``remote.CommandByteStream``.
     """
 
     def __init__(self, box: Any, process: Any) -> None:

@@ -39,7 +39,7 @@ from ramify.sandbox.base import (
     SandboxSpec,
     SharedContextValue,
 )
-from ramify.sandbox.guest.guest import HostError
+from ramify.sandbox.guest.guest import SessionHostCallError
 from ramify.sandbox.guest.message_frames import copy_as_sent_to_host
 from ramify.sandbox.guest.notebook import cut, safe_repr
 from ramify.sandbox.guest.value_encoding import (
@@ -451,7 +451,7 @@ class MontySession:
             installed = types.ModuleType(module)
             installed.__dict__.update(
                 call_host=self._call_host,
-                HostError=HostError,
+                SessionHostCallError=SessionHostCallError,
                 namespace=self._namespace,
                 last_output=lambda: self._last_output,
                 portable=copy_as_sent_to_host,
@@ -487,7 +487,9 @@ class MontySession:
         """
         cell = self._cell
         if cell is None:
-            raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
+            raise SessionHostCallError(
+                "RuntimeError", f"{name}() was called after its cell had ended"
+            )
         args, kwargs = copy_as_sent_to_host([list(args), kwargs])
         future = asyncio.run_coroutine_threadsafe(
             self._answer(cell, name, args, kwargs), self._loop
@@ -502,10 +504,10 @@ class MontySession:
         try:
             return roundtrip_copy(await cell.answer(name, args, kwargs))
         except HostCallError as error:
-            raise HostError(error.kind, str(error), error.data) from None
+            raise SessionHostCallError(error.kind, str(error), error.data) from None
         except Exception as error:  # noqa: BLE001  (a bug of the host, not of the cell: ``run`` raises it)
             cell.bug = error
-            raise HostError("HostFailed", f"{name} failed in the host") from None
+            raise SessionHostCallError("HostFailed", f"{name} failed in the host") from None
 
     # -- branches
 

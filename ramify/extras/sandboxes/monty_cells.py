@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ramify.sandbox.base import Answer
-from ramify.sandbox.guest.guest import HostError
+from ramify.sandbox.guest.guest import SessionHostCallError
 from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.value_encoding import ValueEncoder, ValueEncodingError
 
@@ -82,7 +82,7 @@ def to_builtin_exception(error: Exception) -> Exception:
     A builtin exception stays unchanged. Any other becomes a RuntimeError with the same message.
     """
     kind = type(error)
-    if kind.__module__ == "builtins" and kind is not HostError:
+    if kind.__module__ == "builtins" and kind is not SessionHostCallError:
         return error
-    name = error.kind if isinstance(error, HostError) else kind.__name__
+    name = error.kind if isinstance(error, SessionHostCallError) else kind.__name__
     return RuntimeError(f"{name}: {error}")

@@ -23,11 +23,16 @@ import msgspec
 from ramify.extras.sandboxes import cloud_sandbox_sdk
 from ramify.extras.sandboxes.stream_over_files import (
     ByteStreamOverFiles,
-    PrimeFiles,
+    PrimeSandboxFiles,
     relay_program_source,
 )
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.providers.remote import SEPARATE_MACHINE, ByteStream, Carries, RemoteSandbox
+from ramify.sandbox.providers.remote import (
+    SEPARATE_MACHINE,
+    Carries,
+    CommandByteStream,
+    RemoteSandbox,
+)
 
 IMAGE = "python:3.12-slim"
 WARNING = (
@@ -36,7 +41,7 @@ WARNING = (
 )
 _FOLDER = "/tmp/ramify-mail"
 _REQUEST = ("name", "docker_image", "cpu_cores", "memory_gb", "timeout_minutes", "labels")
-SDK = cloud_sandbox_sdk.CloudSandboxSdk(
+SDK = cloud_sandbox_sdk.SandboxSdkSpec(
     "prime",
     "prime_sandboxes",
     "prime-sandboxes",
@@ -82,7 +87,7 @@ class PrimeSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
     plain Python image."""
 
 
-class PrimeService:
+class PrimeSandboxService:
     """Creates Prime sandboxes and starts one command in each.
 
     Implements ``remote.SandboxService``.
@@ -96,7 +101,7 @@ class PrimeService:
         self._spec = spec
         self._client: Any = None
 
-    async def start_in_new_box(self, command: list[str]) -> ByteStream:
+    async def start_in_new_box(self, command: list[str]) -> CommandByteStream:
         if self._client is None:
             self._client = self._prime.AsyncSandboxClient()
         client = self._client
@@ -123,11 +128,11 @@ class PrimeService:
             labels=["ramify"],
         )
 
-    async def _stream(self, id: str, command: list[str]) -> ByteStream:
+    async def _stream(self, id: str, command: list[str]) -> CommandByteStream:
         client = self._client
         if not hasattr(client, "is_vm") or await client.is_vm(id):
             return PrimeProcess(client, id, await client.open_process(id, shlex.join(command)))
-        files = PrimeFiles(client, id)
+        files = PrimeSandboxFiles(client, id)
         await files.put(f"{_FOLDER}/postman.py", relay_program_source())
         await client.start_background_job(
             id, shlex.join(["python3", f"{_FOLDER}/postman.py", _FOLDER, *command])
@@ -143,7 +148,7 @@ class PrimeService:
 class PrimeProcess:
     """The two-way byte stream over a running process in a virtual machine.
 
-    Implements ``remote.ByteStream``.
+    Implements ``remote.CommandByteStream``.
     """
 
     def __init__(self, client: Any, id: str, process: Any) -> None:
@@ -178,4 +183,4 @@ def open_provider(spec: PrimeSpec) -> RemoteSandbox:
         replace(SDK, calls=CONTAINER_CALLS).load()
     cloud_sandbox_sdk.require_api_key("prime", ("PRIME_API_KEY",), "~/.prime/config.json")
     caps = msgspec.structs.replace(SEPARATE_MACHINE, isolates_network=False)
-    return RemoteSandbox(spec, PrimeService(prime, spec), caps, WARNING)
+    return RemoteSandbox(spec, PrimeSandboxService(prime, spec), caps, WARNING)

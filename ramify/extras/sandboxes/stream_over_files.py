@@ -22,7 +22,7 @@ first."""
 _READ_BYTES = 1 << 20
 
 
-class PrimeFiles:
+class PrimeSandboxFiles:
     """Reads and writes files in a container of the Prime service.
 
     ``close`` deletes the container.
@@ -59,10 +59,10 @@ def relay_program_source() -> bytes:
 class ByteStreamOverFiles:
     """A two-way byte stream that is relayed through files in a container.
 
-    Implements ``remote.ByteStream``.
+    Implements ``remote.CommandByteStream``.
     """
 
-    def __init__(self, files: PrimeFiles, folder: str) -> None:
+    def __init__(self, files: PrimeSandboxFiles, folder: str) -> None:
         self._files = files
         self._folder = folder
         self._num_sent = 0

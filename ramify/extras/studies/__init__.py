@@ -7,5 +7,5 @@
     other_trainer_presets.py  the defaults of other trainers, for ``ramify train --preset``
 
 Each of them has a row in ``ENTRY_POINTS`` of ``ramify/extras/__init__.py``. Their public names,
-such as ``train.Hindsight``, are declared in the ``__init__.pyi`` of the namespace.
+such as ``train.HindsightHints``, are declared in the ``__init__.pyi`` of the namespace.
 """

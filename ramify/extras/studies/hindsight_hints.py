@@ -46,7 +46,7 @@ LONG_NUMBER = 4
 """A number from the expected answer gives it away if it has at least this many digits."""
 
 
-class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HintAcceptanceRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Rules for accepting a judge's hint, such as limits on its length."""
 
     min_chars: int = 10
@@ -96,7 +96,7 @@ def _normalize_text(text: str) -> str:
     return re.sub(r"(?<=\d)[,_\u2009 ](?=\d{3})", "", text.casefold().replace("$", "")).strip()
 
 
-class Hindsight(
+class HindsightHints(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
@@ -113,7 +113,7 @@ class Hindsight(
     judge: Any
     """Judge whose ``accept`` and ``hint`` are used: a name from ``judge.JUDGES``, a class as
     ``module:Class``, or an instance."""
-    filter: HintFilter = HintFilter()
+    filter: HintAcceptanceRules = HintAcceptanceRules()
     per_turn: bool = False
     """If true, ask for a hint per turn and show it right before that turn. Otherwise ask for one
     hint per trajectory, shown at its beginning."""
@@ -239,7 +239,7 @@ def _is_same(one: str, other: str) -> bool:
     return re.findall(r"\w+", one.casefold()) == re.findall(r"\w+", other.casefold())
 
 
-class DemonstrationHints(
+class SolutionHints(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
@@ -306,7 +306,7 @@ class DemonstrationHints(
         return hints
 
 
-class NextMessageHints(
+class NextMessageHintSource(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
@@ -320,7 +320,7 @@ class NextMessageHints(
     The hint for a reply is the user's next message. Implements ``HintSource``.
 
     Example:
-        train.TeacherSignal(hints=train.NextMessageHints())
+        train.TeacherSignal(hints=train.NextMessageHintSource())
     """
 
     only: Literal["all", "failed"] = "failed"

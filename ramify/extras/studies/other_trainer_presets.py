@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from ramify.train.losses.critic import ValueLoss
 from ramify.train.named_objectives import Options
-from ramify.train.other_trainer_presets import PresetObjective, TrainerPreset
+from ramify.train.other_trainer_presets import ExternalTrainerPreset, ForeignTrainerObjective
 
 _ADAMW = {"kind": "adamw", "lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "max_grad_norm": 1.0}
 _FLAT: Options = {"schedule": "constant", "warmup_steps": 0, "num_steps": None}
@@ -37,7 +37,7 @@ _MINIBATCH = (
     "the number of minibatches."
 )
 
-TRL = TrainerPreset(
+TRL = ExternalTrainerPreset(
     trainer="TRL 1.16.0, GRPOTrainer with vLLM",
     algorithm="grpo",
     policy="ppo_clip",
@@ -58,48 +58,48 @@ TRL = TrainerPreset(
         "sequence": "rollout",
     },
     objectives={
-        "grpo": PresetObjective(
+        "grpo": ForeignTrainerObjective(
             "loss_type='grpo'", {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT}, _PPO_CLIP
         ),
-        "dr_grpo": PresetObjective(
+        "dr_grpo": ForeignTrainerObjective(
             "loss_type='dr_grpo', scale_rewards='none'",
             {"name": "dr_grpo", "reduction": "constant", "rollout_tokens": 512},
             _PPO_CLIP,
             note="512 is its max_completion_length.",
         ),
-        "dapo": PresetObjective(
+        "dapo": ForeignTrainerObjective(
             "loss_type='dapo'",
             {**_GRPO, "epsilon": 1e-4},
             _PPO_CLIP,
             note="The default. Its help for DAPO also sets epsilon_high=0.28.",
         ),
-        "gspo": PresetObjective(
+        "gspo": ForeignTrainerObjective(
             "importance_sampling_level='sequence', loss_type='grpo'",
             {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT},
             {"name": "gspo", **_EVEN_CLIP},
             note="Its help for GSPO also sets epsilon=3e-4 and epsilon_high=4e-4.",
         ),
-        "cispo": PresetObjective(
+        "cispo": ForeignTrainerObjective(
             "loss_type='cispo'",
             {**_GRPO, "epsilon": 1e-4},
             {"name": "cispo", "cap": 0.2},
             note="Its help recommends epsilon_high=5: `rl.loss.policy.cap=5`.",
         ),
-        "sapo": PresetObjective(
+        "sapo": ForeignTrainerObjective(
             "loss_type='sapo'", {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT}, {"name": "sapo"}
         ),
-        "gmpo": PresetObjective(
+        "gmpo": ForeignTrainerObjective(
             "trl.experimental.gmpo.GMPOTrainer",
             {**_GRPO, "epsilon": 1e-4, **_PER_ROLLOUT},
             {"name": "gmpo"},
             {"corrections": ()},
         ),
-        "gdpo": PresetObjective(
+        "gdpo": ForeignTrainerObjective(
             "multi_objective_aggregation='normalize_then_sum'",
             {"name": "gdpo", "epsilon": 1e-4},
             _PPO_CLIP,
         ),
-        "rloo": PresetObjective(
+        "rloo": ForeignTrainerObjective(
             "RLOOTrainer",
             {"name": "rloo", "kl_reward": 0.05, "kl_over": "rollout", **_PER_ROLLOUT},
             {"name": "sequence_clip"},
@@ -127,7 +127,7 @@ TRL = TrainerPreset(
 )
 """The defaults of TRL 1.16.0's GRPOTrainer with vLLM."""
 
-SKYRL = TrainerPreset(
+SKYRL = ExternalTrainerPreset(
     trainer="SkyRL at a956457 (2026-08-21)",
     algorithm="grpo",
     policy="ppo_clip",
@@ -143,52 +143,56 @@ SKYRL = TrainerPreset(
         "kl_cov": {"share": 0.2},
     },
     objectives={
-        "grpo": PresetObjective("advantage_estimator=grpo", _GRPO, _PPO_CLIP, note="The default."),
-        "dr_grpo": PresetObjective(
+        "grpo": ForeignTrainerObjective(
+            "advantage_estimator=grpo", _GRPO, _PPO_CLIP, note="The default."
+        ),
+        "dr_grpo": ForeignTrainerObjective(
             "grpo_norm_by_std=false, loss_reduction=seq_mean_token_sum_norm",
             {"name": "dr_grpo", "reduction": "constant"},
             _PPO_CLIP,
             note="It has no default of max_seq_len: set `rl.algorithm.rollout_tokens`.",
         ),
-        "dapo": PresetObjective(
+        "dapo": ForeignTrainerObjective(
             "examples/train/algorithms/dapo",
             {"name": "dapo", "drop_zero_variance": True},
             {"name": "dual_clip", "clip_low": 0.2, "clip_high": 0.28, "bound": 10.0},
             {"kl_beta": 0.0},
         ),
-        "gspo": PresetObjective(
+        "gspo": ForeignTrainerObjective(
             "policy_loss_type=gspo, loss_reduction=sequence_mean",
             {**_GRPO, **_PER_ROLLOUT},
             {"name": "gspo", **_EVEN_CLIP},
         ),
-        "cispo": PresetObjective(
+        "cispo": ForeignTrainerObjective(
             "policy_loss_type=cispo",
             _GRPO,
             {"name": "cispo", "clip_low": 1.0, "clip_high": 4.0},
         ),
-        "ppo": PresetObjective(
+        "ppo": ForeignTrainerObjective(
             "advantage_estimator=gae",
             {"name": "ppo", "value_reduction": "rollout"},
             _PPO_CLIP,
         ),
-        "rloo": PresetObjective("advantage_estimator=rloo", {"name": "rloo"}, _PPO_CLIP),
-        "reinforce_pp": PresetObjective(
+        "rloo": ForeignTrainerObjective("advantage_estimator=rloo", {"name": "rloo"}, _PPO_CLIP),
+        "reinforce_pp": ForeignTrainerObjective(
             "advantage_estimator=reinforce++", {"name": "reinforce_pp"}, _PPO_CLIP
         ),
-        "maxrl": PresetObjective("advantage_estimator=maxrl", {"name": "maxrl"}, _PPO_CLIP),
-        "sapo": PresetObjective(
+        "maxrl": ForeignTrainerObjective("advantage_estimator=maxrl", {"name": "maxrl"}, _PPO_CLIP),
+        "sapo": ForeignTrainerObjective(
             "policy_loss_type=sapo, loss_reduction=sequence_mean",
             {**_GRPO, **_PER_ROLLOUT},
             {"name": "sapo"},
         ),
-        "dppo": PresetObjective("policy_loss_type=dppo", _GRPO, {"name": "dppo_tv", "pull": 0.0}),
-        "dppo_kl": PresetObjective(
+        "dppo": ForeignTrainerObjective(
+            "policy_loss_type=dppo", _GRPO, {"name": "dppo_tv", "pull": 0.0}
+        ),
+        "dppo_kl": ForeignTrainerObjective(
             "policy_loss_type=dppo, dppo_type=binary_kl",
             _GRPO,
             {"name": "dppo_kl", "delta": 0.2},
             note="Its help recommends thresholds of 0.05.",
         ),
-        "rollout_is": PresetObjective(
+        "rollout_is": ForeignTrainerObjective(
             "policy_loss_type=rollout_is", _GRPO, {"name": "rollout_is", **_EVEN_CLIP}
         ),
     },
@@ -215,7 +219,7 @@ SKYRL = TrainerPreset(
 )
 """The defaults of SkyRL at commit a956457 (2026-08-21)."""
 
-PRIME = TrainerPreset(
+PRIME = ExternalTrainerPreset(
     trainer="prime-rl at 559b447 (2026-08-21)",
     algorithm="dr_grpo",
     policy="dppo_tv",
@@ -224,19 +228,21 @@ PRIME = TrainerPreset(
     policies={"dppo_tv": {"delta": 0.2, "pull": 1e-3}},
     loss={"corrections": (), "sequence": "rollout"},
     objectives={
-        "grpo": PresetObjective(
+        "grpo": ForeignTrainerObjective(
             "algo.type=grpo",
             {"name": "dr_grpo"},
             {"name": "dppo_tv"},
             note="The default. Its GRPO does not divide by the standard deviation.",
         ),
-        "maxrl": PresetObjective(
+        "maxrl": ForeignTrainerObjective(
             "algo.type=max_rl", {"name": "maxrl", "epsilon": 0.0}, {"name": "dppo_tv"}
         ),
-        "rae": PresetObjective(
+        "rae": ForeignTrainerObjective(
             "algo.type=rae", {"name": "rae", "update": "rollout"}, {"name": "dppo_tv"}
         ),
-        "dppo": PresetObjective("loss.type=default", {"name": "dr_grpo"}, {"name": "dppo_tv"}),
+        "dppo": ForeignTrainerObjective(
+            "loss.type=default", {"name": "dr_grpo"}, {"name": "dppo_tv"}
+        ),
     },
     optim={**_ADAMW, **_FLAT, "weight_decay": 0.01},
     rollout={"temperature": 1.0, "top_p": None, "top_k": None},
@@ -252,7 +258,7 @@ PRIME = TrainerPreset(
 )
 """The defaults of prime-rl at commit 559b447 (2026-08-21)."""
 
-VERL = TrainerPreset(
+VERL = ExternalTrainerPreset(
     trainer="verl at 1dda039 (0.10.0.dev, 2026-08-22)",
     algorithm="ppo",
     policy="dual_clip",
@@ -269,8 +275,8 @@ VERL = TrainerPreset(
         "kl_cov": {"beta": 0.1},
     },
     objectives={
-        "grpo": PresetObjective("adv_estimator=grpo", _GRPO, _DUAL_CLIP),
-        "dr_grpo": PresetObjective(
+        "grpo": ForeignTrainerObjective("adv_estimator=grpo", _GRPO, _DUAL_CLIP),
+        "dr_grpo": ForeignTrainerObjective(
             "norm_adv_by_std_in_grpo=false, loss_agg_mode=seq-mean-token-sum-norm",
             {"name": "dr_grpo", "reduction": "constant"},
             _DUAL_CLIP,
@@ -279,57 +285,57 @@ VERL = TrainerPreset(
                 "`rl.algorithm.rollout_tokens`."
             ),
         ),
-        "dapo": PresetObjective(
+        "dapo": ForeignTrainerObjective(
             "adv_estimator=grpo, clip_ratio_high=0.28",
             _GRPO,
             {**_DUAL_CLIP, "clip_high": 0.28},
             note="From its docs/algo/dapo.md; its reward manager scores overlong replies.",
         ),
-        "gspo": PresetObjective(
+        "gspo": ForeignTrainerObjective(
             "adv_estimator=grpo, policy_loss.loss_mode=gspo",
             {**_GRPO, **_PER_ROLLOUT, "kl_reduction": "token"},
             {"name": "gspo", **_EVEN_CLIP},
             note="Its example scripts set 3e-4 and 4e-4.",
         ),
-        "cispo": PresetObjective(
+        "cispo": ForeignTrainerObjective(
             "adv_estimator=grpo, policy_loss.loss_mode=cispo",
             _GRPO,
             {"name": "cispo", **_EVEN_CLIP},
         ),
-        "ppo": PresetObjective(
+        "ppo": ForeignTrainerObjective(
             "adv_estimator=gae", {"name": "ppo"}, _DUAL_CLIP, note="The default."
         ),
-        "rloo": PresetObjective("adv_estimator=rloo", {"name": "rloo"}, _DUAL_CLIP),
-        "reinforce_pp": PresetObjective(
+        "rloo": ForeignTrainerObjective("adv_estimator=rloo", {"name": "rloo"}, _DUAL_CLIP),
+        "reinforce_pp": ForeignTrainerObjective(
             "adv_estimator=reinforce_plus_plus", {"name": "reinforce_pp"}, _DUAL_CLIP
         ),
-        "reinforce_pp_baseline": PresetObjective(
+        "reinforce_pp_baseline": ForeignTrainerObjective(
             "adv_estimator=reinforce_plus_plus_baseline",
             {"name": "reinforce_pp_baseline"},
             _DUAL_CLIP,
         ),
-        "remax": PresetObjective("adv_estimator=remax", {"name": "remax"}, _DUAL_CLIP),
-        "opo": PresetObjective("adv_estimator=opo", {"name": "opo"}, _DUAL_CLIP),
-        "gdpo": PresetObjective(
+        "remax": ForeignTrainerObjective("adv_estimator=remax", {"name": "remax"}, _DUAL_CLIP),
+        "opo": ForeignTrainerObjective("adv_estimator=opo", {"name": "opo"}, _DUAL_CLIP),
+        "gdpo": ForeignTrainerObjective(
             "adv_estimator=gdpo", {"name": "gdpo", "over": "tokens"}, _DUAL_CLIP
         ),
-        "sapo": PresetObjective(
+        "sapo": ForeignTrainerObjective(
             "adv_estimator=grpo, policy_loss.loss_mode=sapo",
             {**_GRPO, **_PER_ROLLOUT, "kl_reduction": "token"},
             {"name": "sapo"},
         ),
-        "gmpo": PresetObjective(
+        "gmpo": ForeignTrainerObjective(
             "adv_estimator=grpo, policy_loss.loss_mode=geo_mean",
             {**_GRPO, **_PER_ROLLOUT, "kl_reduction": "token"},
             {"name": "gmpo", **_EVEN_CLIP},
         ),
-        "dppo": PresetObjective(
+        "dppo": ForeignTrainerObjective(
             "adv_estimator=grpo, policy_loss.loss_mode=dppo_tv",
             _GRPO,
             {"name": "dppo_capped", "cap": 3.0},
             note="Its default clip_ratio_c=3 bounds the ratio; its code recommends 20.",
         ),
-        "dppo_kl": PresetObjective(
+        "dppo_kl": ForeignTrainerObjective(
             "adv_estimator=grpo, policy_loss.loss_mode=dppo_kl",
             _GRPO,
             {"name": "dppo_capped", "cap": 3.0, "divergence": "kl"},
@@ -358,7 +364,7 @@ VERL = TrainerPreset(
 )
 """The defaults of verl at commit 1dda039 (0.10.0.dev, 2026-08-22)."""
 
-AREAL = TrainerPreset(
+AREAL = ExternalTrainerPreset(
     trainer="AReaL at 4aef98d (2026-05-21), its examples/math",
     algorithm="grpo",
     policy="decoupled",
@@ -376,13 +382,13 @@ AREAL = TrainerPreset(
         "sapo": {"sequence_mean": False},
     },
     objectives={
-        "grpo": PresetObjective("gsm8k_grpo.yaml", _GRPO, _DECOUPLED),
-        "dr_grpo": PresetObjective(
+        "grpo": ForeignTrainerObjective("gsm8k_grpo.yaml", _GRPO, _DECOUPLED),
+        "dr_grpo": ForeignTrainerObjective(
             "gsm8k_drgrpo.yaml",
             {"name": "dr_grpo", "normalise_epsilon": 1e-6},
             _DECOUPLED,
         ),
-        "dapo": PresetObjective(
+        "dapo": ForeignTrainerObjective(
             "gsm8k_dapo_dynamic_bs.yaml",
             _GRPO,
             {**_DECOUPLED, "clip_low": 0.2, "clip_high": 0.28},
@@ -391,19 +397,21 @@ AREAL = TrainerPreset(
                 "`max_rollout_tokens`."
             ),
         ),
-        "gspo": PresetObjective("gsm8k_gspo.yaml", _GRPO, {**_DECOUPLED, "name": "decoupled_gspo"}),
-        "ppo": PresetObjective("gsm8k_ppo.yaml", {"name": "ppo"}, _DECOUPLED),
-        "rloo": PresetObjective(
+        "gspo": ForeignTrainerObjective(
+            "gsm8k_gspo.yaml", _GRPO, {**_DECOUPLED, "name": "decoupled_gspo"}
+        ),
+        "ppo": ForeignTrainerObjective("gsm8k_ppo.yaml", {"name": "ppo"}, _DECOUPLED),
+        "rloo": ForeignTrainerObjective(
             "gsm8k_rloo.yaml", {"name": "rloo", "normalise_epsilon": 1e-6}, _DECOUPLED
         ),
-        "sapo": PresetObjective(
+        "sapo": ForeignTrainerObjective(
             "gsm8k_sapo.yaml",
             _GRPO,
             {"name": "sapo", "sequence_mean": False},
             {"old": "sampler"},
             note="It averages over tokens.",
         ),
-        "decoupled": PresetObjective(
+        "decoupled": ForeignTrainerObjective(
             "use_decoupled_loss", _GRPO, _DECOUPLED, note="All of its examples but sapo use it."
         ),
     },

@@ -34,7 +34,7 @@ import msgspec
 from ramify.clients.base import Client
 from ramify.errors import ConfigError
 from ramify.sandbox.base import Session, digest_of
-from ramify.tasks.base import SPLITS, Item, Score, TaskStart, generated
+from ramify.tasks.base import SPLITS, Item, RolloutInitialState, Score, generated
 from ramify.tasks.data import Row, dataset, rows_of
 from ramify.tasks.scoring.answer_text import interval_f1
 from ramify.tasks.scoring.rubric import Rubric, RubricScorer
@@ -138,8 +138,8 @@ class PaperEvidenceTask(msgspec.Struct, frozen=True):
     weights: Mapping[str, float] = {}
     name: str = "evidence"
 
-    async def prepare(self, item: Item) -> TaskStart:
-        return TaskStart(context=dict(item.context), about=_ABOUT, on_session=_install)
+    async def prepare(self, item: Item) -> RolloutInitialState:
+        return RolloutInitialState(context=dict(item.context), about=_ABOUT, on_session=_install)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         given = parse_passages(trajectory.answer, item.context)

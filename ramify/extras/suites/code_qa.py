@@ -43,7 +43,7 @@ from ramify.extras.suites.suite_common import (
     chosen_families,
     suite_task,
 )
-from ramify.tasks.base import SPLITS, Item, SimpleTask
+from ramify.tasks.base import SPLITS, DatasetTask, Item
 from ramify.tasks.data import DatasetItems
 from ramify.tasks.scoring import choice
 
@@ -71,7 +71,7 @@ def code_qa(
     validation: Any = None,
     test: Any = None,
     seed: int = 0,
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task of multiple-choice questions about a Python package, generated or read from
     LongBench-v2.
 

@@ -39,7 +39,7 @@ from ramify.extras.suites.suite_common import (
     chosen_families,
     suite_task,
 )
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.tasks.scoring.answer_text import MAX_CHARS, as_text
 
 FAMILIES = tuple(f"needles_{number}" for number in (2, 4, 8))
@@ -89,7 +89,7 @@ def mrcr(
     validation: Any = None,
     test: Any = None,
     seed: int = 0,
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task of repeating one of several replies to identical requests in a conversation.
 
     The question asks for the reply to the nth such request. Conversations are generated or come

@@ -45,7 +45,7 @@ from ramify.extras.suites.suite_common import (
     chosen_families,
     suite_task,
 )
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.tasks.scoring import normalised
 
 FAMILIES = tuple(f"hops_{hops}" for hops in range(1, 5))
@@ -96,7 +96,7 @@ def multihop(
     validation: Any = None,
     test: Any = None,
     seed: int = 0,
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task of questions that need one to four documents, generated or read from
     BrowseComp-Plus.
 

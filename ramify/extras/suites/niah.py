@@ -53,7 +53,7 @@ from ramify.extras.suites.suite_common import (
     chosen_families,
     suite_task,
 )
-from ramify.tasks.base import Item, SimpleTask, generated
+from ramify.tasks.base import DatasetTask, Item, generated
 from ramify.tasks.scoring import normalised
 from ramify.tasks.scoring.answer_text import as_text
 
@@ -138,7 +138,7 @@ def niah(
     validation: Any = None,
     test: Any = None,
     seed: int = 0,
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task of RULER's needles, variables and word counts, generated or read from RULER's
     files.
 
@@ -395,7 +395,7 @@ def _shuffle(entries: array[int], rng: random.Random) -> None:
 
 def needle(
     *, chars: int = 100_000, distractors: int = 6, depth: float | None = None, seed: int = 0
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task in which one sentence of a long, generated text answers the question.
 
     Args:
@@ -413,7 +413,7 @@ def needle(
             f"needle: chars={chars} must be at least {MIN_CHARS}, distractors={distractors} from 0 "
             f"to chars/200, depth={depth} from 0 to 1"
         )
-    return SimpleTask(
+    return DatasetTask(
         "needle",
         generated("needle", lambda rng: _needle_item(rng, chars, distractors, depth), seed=seed),
         normalised,

@@ -38,7 +38,7 @@ from ramify.extras.suites.suite_common import (
     chosen_families,
     suite_task,
 )
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.tasks.scoring.answer_text import as_text
 
 LABELS: Mapping[str, tuple[str, ...]] = {
@@ -167,7 +167,7 @@ def oolong(
     validation: Any = None,
     test: Any = None,
     seed: int = 0,
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task whose questions depend on every line of a long text, generated or from
     OOLONG's public files.
 

@@ -39,7 +39,7 @@ from ramify.extras.suites.suite_common import (
     chosen_families,
     suite_task,
 )
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.tasks.scoring.answer_text import as_text
 
 MIN_USERS, MAX_USERS = 6, 100
@@ -84,7 +84,7 @@ def oolong_pairs(
     users: int = 12,
     with_labels: bool = False,
     seed: int = 0,
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task that asks for all pairs of users whose lines satisfy a condition on labels and
     dates.
 

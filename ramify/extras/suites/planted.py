@@ -28,7 +28,7 @@ import msgspec
 from ramify.extras.suites.fact_planting import Fact, filler_rng, plant
 from ramify.extras.suites.filler_text import NOUNS, invented_names, sentence_pool
 from ramify.extras.suites.suite_common import CHARS_PER_TOKEN, chosen_families, suite_task
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.tasks.scoring.answer_text import as_text
 
 MAX_WORDS = 150
@@ -43,7 +43,7 @@ _FORM = (
 )
 
 
-class PlantedFactScorer(msgspec.Struct, frozen=True):
+class PlantedFactRecallScorer(msgspec.Struct, frozen=True):
     """A reward function: the fraction of planted facts that a summary states.
 
     Only the first 150 words of the summary count. Every wrong amount in those words counts as one
@@ -95,7 +95,7 @@ def _stated_amounts(part: str, places: Mapping[str, str]) -> Iterator[tuple[str,
 
 def planted(
     *, tokens: int = 8_192, families: str | Sequence[str] | None = None, seed: int = 0
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a summarization task that scores how many planted facts a summary states.
 
     Args:
@@ -107,7 +107,7 @@ def planted(
     """
     chosen = chosen_families("planted", families, FAMILIES, tokens)
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
-    return suite_task("planted", make, PlantedFactScorer(), seed=seed, families=chosen)
+    return suite_task("planted", make, PlantedFactRecallScorer(), seed=seed, families=chosen)
 
 
 class PlantedFacts(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, SourceError, did_you_mean
-from ramify.tasks.base import SPLITS, AnswerReward, Item, LazySequence, SimpleTask, generated
+from ramify.tasks.base import SPLITS, AnswerReward, DatasetTask, Item, LazySequence, generated
 from ramify.tasks.data import dataset
 
 MIN_TOKENS, MAX_TOKENS = 1_000, 10_000_000
@@ -119,7 +119,7 @@ def suite_task(
     families: Sequence[str],
     sources: Sequence[Any] = (),
     file: BenchmarkFileFormat | None = None,
-) -> SimpleTask:
+) -> DatasetTask:
     """Create the task of a benchmark suite from generated or published items.
 
     Its splits are generated unless files or rows replace them.
@@ -144,4 +144,4 @@ def suite_task(
             splits[split] = loaded.splits[split]
             # Decode the first row now, so that a file in another format is rejected here.
             splits[split][0]
-    return SimpleTask(name, splits, reward, families=families)
+    return DatasetTask(name, splits, reward, families=families)

@@ -1,11 +1,11 @@
 """HTTP requests to one engine server: JSON in both directions, a timeout for every request, and
 errors that name the server and request.
 
-    Unreachable    the request was never sent
-    ReplyLost      the request was sent, and no complete answer arrived in time
-    ServerFailed   status 5xx
-    Refused        status 4xx
-    EngineStateConflict   status 409: the engine lacks the weights that a delta builds on
+    Unreachable          the request was never sent
+    ReplyLostError       the request was sent, and no complete answer arrived in time
+    ServerStatusError    status 5xx
+    RequestRefusedError  status 4xx
+    EngineStateConflict  status 409: the engine lacks the weights that a delta builds on
 
 This module also has what the clients of all engine software share, and the checks of a server
 before it is used (it answers, and serves what the policy needs). All errors of the checks are
@@ -25,15 +25,15 @@ from ramify.errors import (
     ConfigError,
     ModelError,
     RateLimited,
-    Refused,
-    ReplyLost,
-    ServerFailed,
+    ReplyLostError,
+    RequestRefusedError,
+    ServerStatusError,
     Unreachable,
 )
 from ramify.http_client.http_transport import (
     HttpConnectionPool,
+    HttpRequestTarget,
     Method,
-    RequestDestination,
     route_to,
 )
 from ramify.inference.base import CachePressure
@@ -51,7 +51,7 @@ _MAX_BODY_BYTES = 1 << 30
 many tokens."""
 
 
-class EngineStateConflict(Refused):
+class EngineStateConflict(RequestRefusedError):
     """Raised when the state of an engine server does not permit a request.
 
     For example, it may lack the weights that an update builds on.
@@ -69,7 +69,7 @@ class EngineHttpClient:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._pool = HttpConnectionPool(connect_s=_CONNECT_S, max_body_bytes=_MAX_BODY_BYTES)
-        self._routes: dict[tuple[str, str], RequestDestination] = {}
+        self._routes: dict[tuple[str, str], HttpRequestTarget] = {}
         self._is_closed = False
 
     async def get(self, path: str, timeout_s: float) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class EngineHttpClient:
             ):
                 answer = await exchange.read()
         except TimeoutError:
-            raise ReplyLost(f"{where}: no answer within {timeout_s:g} s") from None
+            raise ReplyLostError(f"{where}: no answer within {timeout_s:g} s") from None
         if answer.status != 200:
             raise _error(where, answer.status, answer.body)
         return _object(where, answer.body)
@@ -126,7 +126,7 @@ def _error(where: str, status: int, payload: bytes) -> ModelError:
         return EngineStateConflict(text)
     if status == 429:
         return RateLimited(text)
-    return ServerFailed(text) if status >= 500 else Refused(text)
+    return ServerStatusError(text) if status >= 500 else RequestRefusedError(text)
 
 
 def _error_message(payload: bytes) -> str:

@@ -22,8 +22,8 @@ from functools import partial
 from ramify.errors import ConfigError, ModelError, TrainError
 from ramify.inference.http.engine_client import EngineClient
 from ramify.inference.http.engine_json_http import EngineStateConflict
-from ramify.inference.http.fleet import EngineFleet, EnginesDropped
-from ramify.inference.weight_sync.base import LazyWeight, WeightChunk, WeightSync
+from ramify.inference.http.fleet import EngineFleet, EnginesDroppedError
+from ramify.inference.weight_sync.base import LazyExportWeight, WeightChunk, WeightSync
 from ramify.logging import ComponentLogger
 
 _log = ComponentLogger("inference")
@@ -56,7 +56,7 @@ class EngineWeightSync:
         """
         try:
             await self._open_weight_sync()
-        except EnginesDropped:
+        except EnginesDroppedError:
             raise ConfigError(
                 "an engine was lost while being set up for weight sync: "
                 f"{self._fleet.drop_reasons()}"
@@ -74,17 +74,17 @@ class EngineWeightSync:
         self.version = version
         self._fleet.membership.record_weight_update()
 
-    async def update(self, sources: list[LazyWeight], version: int) -> None:
+    async def update(self, sources: list[LazyExportWeight], version: int) -> None:
         """Send all weights to every engine as version ``version``.
 
-        ``sources`` has one ``LazyWeight`` per tensor. Raises TrainError with the last good version
-        if an engine does not accept them.
+        ``sources`` has one ``LazyExportWeight`` per tensor. Raises TrainError with the last good
+        version if an engine does not accept them.
         """
         async with self._updating:
             await self._update_engines(sources, version)
             self._fleet.membership.record_weight_update()
 
-    async def update_returned_engines(self, sources: list[LazyWeight], version: int) -> bool:
+    async def update_returned_engines(self, sources: list[LazyExportWeight], version: int) -> bool:
         """Send the current weights to the engines that have recovered.
 
         ``version`` is the version that the other engines already use. Returns False if no engine
@@ -107,7 +107,7 @@ class EngineWeightSync:
         """Release the memory of all engines until the next update.
 
         Requests wait in the meantime. Engines that are still coming back are included. Returns
-        False if the engines are configured never to sleep. Raises ServerFailed if no engine is
+        False if the engines are configured never to sleep. Raises ServerStatusError if no engine is
         left.
         """
         if not self._fleet.spec.effective_sleep_level:
@@ -140,12 +140,12 @@ class EngineWeightSync:
             raise fleet.no_engine_left_error()
         try:
             await fleet.sleep()
-        except EnginesDropped:
+        except EnginesDroppedError:
             self._needs_all = await self._reopen_weight_sync()
             return False
         return True
 
-    async def _update_engines(self, sources: list[LazyWeight], version: int) -> None:
+    async def _update_engines(self, sources: list[LazyExportWeight], version: int) -> None:
         try:
             await self._send_with_retries(sources, version)
             self._fleet.mark_all_updated()
@@ -159,7 +159,7 @@ class EngineWeightSync:
             self.is_open.set()
             self._fleet.membership.notify()
 
-    async def _send_with_retries(self, sources: list[LazyWeight], version: int) -> None:
+    async def _send_with_retries(self, sources: list[LazyExportWeight], version: int) -> None:
         fleet, whole, is_new = self._fleet, self._needs_all, False
         while True:  # bounded by how often servers may be lost
             if fleet.membership.ready:
@@ -178,7 +178,7 @@ class EngineWeightSync:
                     await self._send(sources, version, whole)
                     self._needs_all = False
                     return
-                except EnginesDropped:
+                except EnginesDroppedError:
                     whole = is_new = await self._reopen_weight_sync()
                 except EngineStateConflict as error:
                     if is_new:
@@ -191,7 +191,7 @@ class EngineWeightSync:
                     )
                     whole = is_new = await self._reopen_weight_sync()
 
-    async def _send(self, sources: list[LazyWeight], version: int, whole: bool) -> None:
+    async def _send(self, sources: list[LazyExportWeight], version: int, whole: bool) -> None:
         chunks = iter(self.weight_sync.chunks(sources, version, whole=whole))
         # The engines keep answering meanwhile: finding the differences takes time.
         chunk = await asyncio.to_thread(next, chunks, None)
@@ -222,8 +222,8 @@ class EngineWeightSync:
     async def _open_weight_sync(self) -> None:
         """Prepare all engines to receive weights.
 
-        Each gets the information that it needs for this. Raises EnginesDropped if an engine was
-        lost in the meantime.
+        Each gets the information that it needs for this. Raises EnginesDroppedError if an engine
+        was lost in the meantime.
         """
         alive = self._fleet.alive
         infos = dict(
@@ -252,7 +252,7 @@ class EngineWeightSync:
                 if self._fleet.alive:
                     await self._open_weight_sync()
                 return True
-            except EnginesDropped:
+            except EnginesDroppedError:
                 pass
 
 

@@ -27,8 +27,8 @@ from ramify.errors import (
     ConfigError,
     MalformedResponse,
     ModelError,
-    ReplyLost,
-    ServerFailed,
+    ReplyLostError,
+    ServerStatusError,
     Unreachable,
 )
 from ramify.inference.base import TAGS
@@ -58,7 +58,7 @@ _MAX_REASONS = 3
 """Number of recent losses whose reasons are listed in an error."""
 
 
-class EnginesDropped(Exception):
+class EnginesDroppedError(Exception):
     """Raised when some engine servers were lost during an operation on all of them.
 
     The lost servers have been dropped.
@@ -210,7 +210,7 @@ class EngineFleet:
     async def sleep(self) -> None:
         """Put all engine servers that are awake to sleep.
 
-        Raises the error of a server that refuses, or EnginesDropped if servers were lost.
+        Raises the error of a server that refuses, or EnginesDroppedError if servers were lost.
         """
 
         async def act(server: EngineClient) -> None:
@@ -223,7 +223,7 @@ class EngineFleet:
     async def wake(self, tag: str) -> None:
         """Reallocate ``weights`` or ``kv_cache`` memory on every server that released it.
 
-        Raises the error of a server that refuses, or EnginesDropped if servers were lost.
+        Raises the error of a server that refuses, or EnginesDroppedError if servers were lost.
         """
         if self._asleep:
             await self.call_on_all(lambda server: self._wake(server, tag))
@@ -253,8 +253,8 @@ class EngineFleet:
         """Choose the engine server for the next model call of a call tree.
 
         Calls of a known tree stay on its server. A new tree gets the server with the fewest
-        requests in flight and, among equals, the fewest trees. Raises ServerFailed if no server is
-        left.
+        requests in flight and, among equals, the fewest trees. Raises ServerStatusError if no
+        server is left.
         """
         if not self.alive:
             raise self.no_engine_left_error()
@@ -288,9 +288,9 @@ class EngineFleet:
     async def call_on_all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
         """Call ``act(server)`` for all engine servers of the fleet concurrently.
 
-        If calls fail, only the most important error is raised: EnginesDropped if servers were lost,
-        or else EngineStateConflict if a server was not in the expected state, or else the first
-        error. The former two may be the cause of the others.
+        If calls fail, only the most important error is raised: EnginesDroppedError if servers were
+        lost, or else EngineStateConflict if a server was not in the expected state, or else the
+        first error. The former two may be the cause of the others.
         """
         servers = list(self.alive)
         results = await asyncio.gather(*map(act, servers), return_exceptions=True)
@@ -299,14 +299,14 @@ class EngineFleet:
             for server, result in zip(servers, results, strict=True)
             if isinstance(result, BaseException)
         ]
-        lost_errors = (Unreachable, ReplyLost, ServerFailed)
+        lost_errors = (Unreachable, ReplyLostError, ServerStatusError)
         remaining = [
             error
             for server, error in failed
             if not isinstance(error, lost_errors) or not await self.drop_if_gone(server, error)
         ]
         if len(remaining) < len(failed):
-            raise EnginesDropped
+            raise EnginesDroppedError
         if remaining:
             raise min(remaining, key=lambda error: not isinstance(error, EngineStateConflict))
 
@@ -390,7 +390,7 @@ class EngineFleet:
     async def wait_for_engine(self) -> None:
         """Wait until a lost engine server answers again or is given up.
 
-        Raises ServerFailed if that takes too long.
+        Raises ServerStatusError if that takes too long.
         """
         wait_s = 2 * self.spec.update_s + (
             self.spec.start_s if self._processes else self.spec.return_s
@@ -398,8 +398,8 @@ class EngineFleet:
         if not await self.membership.wait_for_change(wait_s):
             raise self.no_engine_left_error(f"; none came back within {wait_s:g} s")
 
-    def no_engine_left_error(self, more: str = "") -> ServerFailed:
-        error = ServerFailed(f"{self._name}: no engine is left: {self.drop_reasons()}{more}")
+    def no_engine_left_error(self, more: str = "") -> ServerStatusError:
+        error = ServerStatusError(f"{self._name}: no engine is left: {self.drop_reasons()}{more}")
         error.transient = False
         return error
 

@@ -26,7 +26,14 @@ import msgspec
 
 from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.clients.base import Price, Request, Sampling
-from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
+from ramify.errors import (
+    ConfigError,
+    ModelError,
+    ReplyLostError,
+    ServerStatusError,
+    TrainError,
+    Unreachable,
+)
 from ramify.inference.base import CachePressure, EngineLost, prompt_too_long_error
 from ramify.inference.http.engine_client import (
     EngineClient,
@@ -80,9 +87,9 @@ class HttpEngineClient:
         return self.sync.version
 
     @property
-    def engines(self) -> list[SingleEngineClient]:
+    def engines(self) -> list[EngineCheckClient]:
         """One client for each individual engine, so that engines can be checked separately."""
-        return [SingleEngineClient(self, self.fleet, server) for server in self.fleet.alive]
+        return [EngineCheckClient(self, self.fleet, server) for server in self.fleet.alive]
 
     @property
     def uses_checkpoint_tensor_names(self) -> bool:
@@ -180,8 +187,8 @@ class HttpEngineClient:
     async def complete(self, request: Request) -> Reply:
         """Return one reply to a request, sampled by any of the engines.
 
-        Raises Refused if the prompt does not fit in the context window, and ServerFailed if no
-        engine is left.
+        Raises RequestRefusedError if the prompt does not fit in the context window, and
+        ServerStatusError if no engine is left.
         """
         return await self.complete_on_engine(request, None)
 
@@ -235,7 +242,7 @@ class HttpEngineClient:
                     )
                 if only is not None:
                     raise EngineLost(self.membership.reasons[-1])
-            except (Unreachable, ReplyLost, ServerFailed) as error:
+            except (Unreachable, ReplyLostError, ServerStatusError) as error:
                 if not await fleet.drop_if_gone(server, error) or only is not None:
                     raise
             finally:
@@ -329,7 +336,7 @@ class HttpEngineClient:
         """Release the engines' memory until the next ``update``, for a trainer on the same devices.
 
         Requests wait in the meantime. Returns False if the engines are configured never to sleep.
-        Raises ServerFailed if no engine is left.
+        Raises ServerStatusError if no engine is left.
         """
         return await self.sync.sleep_engines()
 
@@ -345,8 +352,8 @@ class HttpEngineClient:
     async def update(self, weights: object, version: int) -> None:
         """Load version ``version`` of the weights into every engine server.
 
-        ``weights`` is a list of ``LazyWeight``, one per tensor. Raises TrainError with the last
-        good version if a server does not accept them.
+        ``weights`` is a list of ``LazyExportWeight``, one per tensor. Raises TrainError with the
+        last good version if a server does not accept them.
         """
         assert isinstance(weights, list)
         await self.sync.update(weights, version)
@@ -380,7 +387,7 @@ def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
     return weight_sync
 
 
-class SingleEngineClient:
+class EngineCheckClient:
     """A client of one particular engine server among several.
 
     It has only the methods needed to check that server.
@@ -408,7 +415,7 @@ class SingleEngineClient:
         """
         try:
             return await answer
-        except (Unreachable, ReplyLost, ServerFailed) as error:
+        except (Unreachable, ReplyLostError, ServerStatusError) as error:
             if await self.fleet.drop_if_gone(self._server, error):
                 raise EngineLost(str(error)) from error
             raise

@@ -25,11 +25,11 @@ import numpy as np
 
 from ramify.errors import MalformedResponse
 from ramify.inference.http.inference_spec import EXPERTS_OPTION
-from ramify.models.moe_shape import MoeShape
+from ramify.models.moe_shape import MoeLayout
 
 
 def decode_reported_experts(
-    reported: Any, shape: MoeShape, num_prompt: int, num_sampled: int
+    reported: Any, shape: MoeLayout, num_prompt: int, num_sampled: int
 ) -> tuple[tuple[int, ...], ...]:
     """Decode the expert ids that an engine reports for each sampled token of a reply.
 
@@ -73,7 +73,7 @@ def decode_reported_experts(
     return tuple(map(tuple, chosen_TLk.reshape(num_sampled, -1).tolist()))
 
 
-def encode_experts_npy(rows: Sequence[Sequence[int]], shape: MoeShape) -> str:
+def encode_experts_npy(rows: Sequence[Sequence[int]], shape: MoeLayout) -> str:
     """Encode reported experts as vLLM does: a .npy file in base64.
 
     Each row holds one token's experts in all layers with experts.
@@ -83,12 +83,12 @@ def encode_experts_npy(rows: Sequence[Sequence[int]], shape: MoeShape) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def encode_experts_int32(rows: Sequence[Sequence[int]], shape: MoeShape) -> str:
+def encode_experts_int32(rows: Sequence[Sequence[int]], shape: MoeLayout) -> str:
     """Encode reported experts as SGLang does: int32 numbers in base64, without their shape."""
     return base64.b64encode(_all_layers(rows, shape).tobytes()).decode()
 
 
-def _all_layers(rows: Sequence[Sequence[int]], shape: MoeShape) -> np.ndarray[Any, Any]:
+def _all_layers(rows: Sequence[Sequence[int]], shape: MoeLayout) -> np.ndarray[Any, Any]:
     """Return the reported experts with rows for all layers, [tokens, layers of the model, top-k].
 
     Layers without experts contain zeros.
@@ -98,7 +98,7 @@ def _all_layers(rows: Sequence[Sequence[int]], shape: MoeShape) -> np.ndarray[An
     return table_TLk
 
 
-def _rows(reported: Any, shape: MoeShape) -> np.ndarray[Any, Any]:
+def _rows(reported: Any, shape: MoeLayout) -> np.ndarray[Any, Any]:
     if not isinstance(reported, str):
         return np.asarray(reported)
     data = base64.b64decode(reported, validate=True)
@@ -108,7 +108,7 @@ def _rows(reported: Any, shape: MoeShape) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, "<i4").reshape(-1, shape.num_layers, shape.top_k)
 
 
-def _check_ids(chosen_TLk: np.ndarray[Any, Any], shape: MoeShape) -> None:
+def _check_ids(chosen_TLk: np.ndarray[Any, Any], shape: MoeLayout) -> None:
     """Raise MalformedResponse if the reported expert ids cannot come from the model's routers.
 
     This includes an expert that is chosen twice for a token, as in rows of zeros that the engine

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ramify.clients.base import Sampling
-from ramify.errors import ConfigError, MalformedResponse, Refused
+from ramify.errors import ConfigError, MalformedResponse, RequestRefusedError
 from ramify.inference.base import PROTOCOL, TAGS
 from ramify.inference.http.engine_client import EngineServerInfo, SampledTokenIds
 from ramify.inference.http.engine_json_http import BaseEngineClient, next_reply_seed
@@ -104,7 +104,7 @@ class SglangEngineClient(BaseEngineClient):
     async def is_in_vocabulary(self, id: int) -> bool:
         try:
             await self._generate({"input_ids": [id], "sampling_params": {"max_new_tokens": 1}})
-        except Refused:
+        except RequestRefusedError:
             return False
         return True
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ramify.clients.base import Sampling
-from ramify.errors import ConfigError, MalformedResponse, Refused
+from ramify.errors import ConfigError, MalformedResponse, RequestRefusedError
 from ramify.inference.base import PROTOCOL
 from ramify.inference.http.engine_client import EngineServerInfo, SampledTokenIds
 from ramify.inference.http.engine_json_http import BaseEngineClient, next_reply_seed
@@ -140,7 +140,7 @@ class VllmEngineClient(BaseEngineClient):
             return bool(
                 (await self._api.get("/is_sleeping", self._spec.probe_s)).get("is_sleeping")
             )
-        except Refused:  # without this route it cannot sleep
+        except RequestRefusedError:  # without this route it cannot sleep
             return False
 
     def _seed_fields(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class VllmEngineClient(BaseEngineClient):
                 {"model": self._model, "prompt": [id], "max_tokens": 1},
                 self._spec.request_s,
             )
-        except Refused:
+        except RequestRefusedError:
             return False
         return True
 

@@ -34,7 +34,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from ramify.errors import Refused
+from ramify.errors import RequestRefusedError
 from ramify.inference.base import CachePressure
 from ramify.inference.local.generation_request import GenerationState, sample_tokens
 from ramify.inference.local.kv_cache_slots import CacheSlotTable, EngineStep, SlotTokenSpan
@@ -107,12 +107,12 @@ class LocalEngine:
     def add(self, generation: GenerationState) -> None:
         """Add a sequence to the queue of waiting sequences.
 
-        Its maximum length is reduced to what the cache can hold. Raises Refused if the cache cannot
-        hold the prompt and at least one more token.
+        Its maximum length is reduced to what the cache can hold. Raises RequestRefusedError if the
+        cache cannot hold the prompt and at least one more token.
         """
         most = self._most_tokens()
         if generation.num_prompt >= most:
-            error = Refused(
+            error = RequestRefusedError(
                 f"the prompt has {generation.num_prompt} tokens, and the cache of "
                 f"{self.room.cache_bytes >> 20} MiB holds "
                 f"{most} for one sequence: give the engine more cache_bytes"

@@ -65,7 +65,7 @@ TokenLogprobs = tuple[tuple[int, float], ...]
 """(id, log-probability) pairs, most likely first."""
 
 
-class SampledTokens(NamedTuple):
+class SamplingStepOutput(NamedTuple):
     """The tokens that an engine step sampled, one for each row of logits.
 
     Their log-probabilities are given, too.
@@ -85,7 +85,7 @@ def sample_tokens(
     uniforms: Sequence[float],
     *,
     fixed: bool = False,
-) -> SampledTokens:
+) -> SamplingStepOutput:
     """Sample one token per row of fp32 logits.
 
     Each row uses one random number in [0, 1). With ``fixed``, computations have fixed shapes, so
@@ -101,7 +101,9 @@ def sample_tokens(
         ids_n[greedy] = logits_nV[greedy].argmax(-1)
     chosen_n = logprobs_nV.gather(1, ids_n[:, None])[:, 0]
     num_rows = len(settings)
-    drawn = SampledTokens(ids_n.tolist(), chosen_n.tolist(), [None] * num_rows, [None] * num_rows)
+    drawn = SamplingStepOutput(
+        ids_n.tolist(), chosen_n.tolist(), [None] * num_rows, [None] * num_rows
+    )
     for row, row_settings in enumerate(settings):
         if row_settings.truncates:
             drawn.ids[row], drawn.logprobs[row], drawn.kept[row] = _draw_kept(

@@ -29,18 +29,18 @@ import torch
 from torch import Tensor, nn
 
 from ramify.clients.base import Price, Request, Sampling
-from ramify.errors import ConfigError, Refused, ServerFailed
+from ramify.errors import ConfigError, RequestRefusedError, ServerStatusError
 from ramify.inference.base import TAGS, CachePressure, prompt_too_long_error
 from ramify.inference.local.engine import EngineThread, InferenceEngineLimits, LocalEngine
 from ramify.inference.local.generation_request import GenerationState, SamplingSettings, log_softmax
 from ramify.inference.local.model_runner import create_runner
 from ramify.inference.local.offloaded_weights import OffloadedWeights
-from ramify.inference.weight_sync.base import FullWeightsRequiredError, WeightPiece
+from ramify.inference.weight_sync.base import MissingDeltaBaseError, WeightUpdateTensor
 from ramify.models.chat_renderer import make_prompt_renderer, parse_reply, prompt_ids
 from ramify.models.chat_template import streamable_reply
 from ramify.models.load import Policy
 from ramify.models.moe_routing import MoeRouters, mixture_shape
-from ramify.models.moe_shape import MoeShape
+from ramify.models.moe_shape import MoeLayout
 from ramify.models.weights import fingerprint, load_weights
 from ramify.step_time_accounting import WallAndCpuTimer
 from ramify.types.message import Finish, Message, Reply, Usage
@@ -103,7 +103,7 @@ class LocalClient:
         self.engine = LocalEngine(create_runner(policy.model, fixed_shapes), room, policy.version)
         self._thread = EngineThread(self.engine)
         self._sleeping_weights = OffloadedWeights(policy.model)
-        self.experts: MoeShape | None = None
+        self.experts: MoeLayout | None = None
         """Description of the model's experts if replies report them, otherwise None."""
 
     @property
@@ -132,8 +132,8 @@ class LocalClient:
     async def complete(self, request: Request) -> Reply:
         """Return one reply to a request, sampled by this client's engine.
 
-        Raises Refused if the prompt does not fit in the context window. If the task is cancelled,
-        the engine drops the sequence before its next step.
+        Raises RequestRefusedError if the prompt does not fit in the context window. If the task is
+        cancelled, the engine drops the sequence before its next step.
         """
         started = time.perf_counter()
         with WallAndCpuTimer("rendering"):
@@ -148,7 +148,7 @@ class LocalClient:
         """Sample a continuation of the given token ids.
 
         It is returned once it has ended. Its ``end`` is ``abort`` if ``pause`` interrupted it.
-        Raises Refused if the ids fill the context window.
+        Raises RequestRefusedError if the ids fill the context window.
         """
         if len(ids) >= self.window:
             raise prompt_too_long_error(self.name, self.window, None, len(ids))
@@ -245,13 +245,13 @@ class LocalClient:
         }
 
     async def receive_weights(
-        self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None
+        self, pieces: Callable[[], Iterator[WeightUpdateTensor]], version: int | None = None
     ) -> None:
         """Copy weights sent by a trainer into the model, between two engine steps.
 
         After all weights have arrived, caches must be cleared with ``forget``. If ``version`` is
         given, this happens at once unless weights are still ``missing``. Raises ValueError, which
-        names the first tensor that is not this model's, or FullWeightsRequiredError for a part of a
+        names the first tensor that is not this model's, or MissingDeltaBaseError for a part of a
         tensor that is ``missing``.
         """
         await self.run(partial(self._take_pieces, pieces, version))
@@ -332,10 +332,10 @@ class LocalClient:
         except asyncio.CancelledError:
             self._thread.cancel(generation)
             raise
-        except (Refused, ConfigError):
+        except (RequestRefusedError, ConfigError):
             raise
         except Exception as error:
-            raise ServerFailed(
+            raise ServerStatusError(
                 f"{self.name}: the engine failed: {type(error).__name__}: {error}"
             ) from error
 
@@ -382,7 +382,7 @@ class LocalClient:
         self.engine.set_weight_version(version)
 
     def _take_pieces(
-        self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None
+        self, pieces: Callable[[], Iterator[WeightUpdateTensor]], version: int | None
     ) -> None:
         if self._sleeping_weights.is_released:
             raise RuntimeError(
@@ -409,7 +409,7 @@ class LocalClient:
                 else:
                     weight.data.copy_(tensor)
             elif self._sleeping_weights.lacks(weight):
-                raise FullWeightsRequiredError(
+                raise MissingDeltaBaseError(
                     f"tensor '{name}' was dropped while this engine slept, and only a part of it "
                     "was sent: send all of it"
                 )

@@ -4,16 +4,16 @@ A runner takes the tokens of one step, returns their logits, and holds the KV ca
 
 A model gets the fastest runner that gives the same results as the model itself:
 
-    DenseModel             ``SinglePassModelRunner``: all spans of a step in one pass over one token
-                           axis; on a CPU, small models run as a ``CpuOptimizedDecoder``, and keys
-                           may be stored transposed (``transposed_key_cache.py``); on a GPU, steps
-                           that only decode are CUDA graphs (``decode_graphs.py``)
-    transformers module    ``SinglePassModelRunner`` through its attention interface, if a probe
+    DenseModel             ``BatchedStepModelRunner``: all spans of a step in one pass over one
+                           token axis; on a CPU, small models run as a ``CpuOptimizedDecoder``, and
+                           keys may be stored transposed (``transposed_key_cache.py``); on a GPU,
+                           steps that only decode are CUDA graphs (``decode_graphs.py``)
+    transformers module    ``BatchedStepModelRunner`` through its attention interface, if a probe
                            gives the logits of the module alone (``models.training_forward``);
                            otherwise ``TransformersModelRunner``: one sequence at a time, with
                            transformers' own cache
-    in fixed shapes        ``FixedShapeModelRunner``: a token's logits have the same bits whatever
-                           else is in the step, in the cache, or in the slot's past
+    in fixed shapes        ``BatchInvariantModelRunner``: a token's logits have the same bits
+                           whatever else is in the step, in the cache, or in the slot's past
                            (``models/batch_invariant_forward.py``)
 
 ``TransformersModelRunner`` is correct for all kinds of models, and slow. What a model's cache
@@ -23,9 +23,9 @@ unsupported operations:
     cut       crop the cache to its first tokens, for a sequence that shares only those
     extend    extend it by several tokens at once; state-space models continue one by one
 
-``FixedShapeModelRunner`` computes tokens in blocks of 64, one pass each, so a step of one sequence
-costs as much as a step of 64. With products in bf16, weights stay in fp32 as in the trainer, and
-are cast once per step.
+``BatchInvariantModelRunner`` computes tokens in blocks of 64, one pass each, so a step of one
+sequence costs as much as a step of 64. With products in bf16, weights stay in fp32 as in the
+trainer, and are cast once per step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from ramify.models.moe_routing import MoeRouters
 from ramify.models.training_forward import TransformersTrunk
 
 
-class FixedShapeModelRunner:
+class BatchInvariantModelRunner:
     """A batch-invariant model runner: its operations have fixed shapes.
 
     The logits of a token therefore do not depend on the rest of the batch. Implements
@@ -333,7 +333,7 @@ class ModelRunner(Protocol):
     """Cache bytes per token. 0 if the cache is not allocated in advance."""
 
     is_fixed: bool
-    """True if the runner computes in fixed shapes (``FixedShapeModelRunner``)."""
+    """True if the runner computes in fixed shapes (``BatchInvariantModelRunner``)."""
 
     routers: MoeRouters | None
     """Routers of the mixture-of-experts model, if experts are recorded."""
@@ -402,7 +402,7 @@ class DecoderModel(Protocol):
         ...
 
 
-class SinglePassModelRunner:
+class BatchedStepModelRunner:
     """A model runner that computes all tokens of a step in one pass over the model."""
 
     is_fixed = False
@@ -482,7 +482,7 @@ class SinglePassModelRunner:
         return self._decoder.hidden(ids_T, positions_T, attend, rows_N)
 
 
-class _PreparedRunner(SinglePassModelRunner):
+class _PreparedRunner(BatchedStepModelRunner):
     def __init__(self, decoder: CpuOptimizedDecoder, layout: KvCacheLayout) -> None:
         super().__init__(decoder, layout)
         self._prepared = decoder
@@ -500,7 +500,7 @@ def create_runner(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> 
     if fixed_shapes is not None:
         if not isinstance(model, DenseModel):
             raise ConfigError(f"a {type(model).__name__} cannot compute in fixed shapes")
-        return FixedShapeModelRunner(model, fixed_shapes)
+        return BatchInvariantModelRunner(model, fixed_shapes)
     if isinstance(model, DenseModel):
         shape, parameter = model.shape, next(model.parameters())
         sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
@@ -508,7 +508,7 @@ def create_runner(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> 
         if CpuOptimizedDecoder.is_worthwhile_for(model):
             return _PreparedRunner(CpuOptimizedDecoder(model), layout)
         is_cuda = parameter.device.type == "cuda"
-        return SinglePassModelRunner(model, layout, CudaGraphRecorder() if is_cuda else None)
+        return BatchedStepModelRunner(model, layout, CudaGraphRecorder() if is_cuda else None)
     return _try_single_pass(model) or TransformersModelRunner(model)
 
 
@@ -534,7 +534,7 @@ class _ModuleDecoder:
 
 
 @torch.inference_mode()
-def _try_single_pass(module: Any) -> SinglePassModelRunner | None:
+def _try_single_pass(module: Any) -> BatchedStepModelRunner | None:
     """Return a single-pass runner for a transformers module, or None if it does not support one."""
     try:
         trunk = TransformersTrunk(module)
@@ -543,14 +543,14 @@ def _try_single_pass(module: Any) -> SinglePassModelRunner | None:
     if not trunk.can_share_prefixes:
         return None
     try:
-        runner = SinglePassModelRunner(_ModuleDecoder(trunk), _layout(module))
+        runner = BatchedStepModelRunner(_ModuleDecoder(trunk), _layout(module))
         agrees = _is_consistent(runner, module)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError):
         return None
     return runner if agrees else None
 
 
-def _is_consistent(runner: SinglePassModelRunner, module: Any) -> bool:
+def _is_consistent(runner: BatchedStepModelRunner, module: Any) -> bool:
     """Return True if chunking and batching sequences leaves their logits unchanged.
 
     Two test sequences are compared with each one alone.

@@ -73,7 +73,7 @@ class TransposedKeyCache(KeyValueCache):
         self._slot_size = self.heads * self.size * self.capacity
         self._key_offsets = torch.arange(0, self._slot_size, self.capacity)
         self._head_offsets = torch.arange(self.heads) * self.capacity
-        self._attention: RowSumAttention | None = None
+        self._attention: TransposedCacheAttention | None = None
 
     def writer(self, rows_T: Tensor) -> Callable[[int, Tensor, Tensor], None]:
         slots_T = torch.div(rows_T, self.heads * self.capacity, rounding_mode="floor")
@@ -96,15 +96,17 @@ class TransposedKeyCache(KeyValueCache):
     def prefix_views(self, slot: int, length: int) -> list[Tensor]:
         return [self.keys[:, slot, :, :, :length], self.values[:, slot, :, :length]]
 
-    def build_decode_attention(self, step: EngineStep) -> RowSumAttention | DecodeAttention:
+    def build_decode_attention(
+        self, step: EngineStep
+    ) -> TransposedCacheAttention | DecodeAttention:
         if len(step.slots) * self.heads < _LEAST_HEADS:
             return DecodeAttention.for_step(self, step)
         if self._attention is None or not self._attention.continues_with(step):
-            self._attention = RowSumAttention(self, step)
+            self._attention = TransposedCacheAttention(self, step)
         return self._attention
 
 
-class RowSumAttention:
+class TransposedCacheAttention:
     """Decode attention over a ``TransposedKeyCache``.
 
     It is computed as weighted sums of the cache's rows. Each sequence has one query token. It can

@@ -6,7 +6,7 @@ in the trainer and one in the engine.
     trainer   sources ── WeightSync.chunks ──▶ WeightChunk.info ── HTTP ──▶ engine
                              │ bytes                                          │
                              └── memory, a file, a broadcast, a GPU handle ───┴─▶
-                                 WeightReceiver.unpack_chunk ──▶ WeightPiece, WeightPiece, …
+                                 WeightReceiver.unpack_chunk ──▶ WeightUpdateTensor, …
 
 HTTP requests contain names, shapes and the location of the bytes, in the form of vLLM's weight
 transfer (``names``, ``dtype_names``, ``shapes``). Tensors are streamed: a weight sync holds at most
@@ -60,7 +60,7 @@ _ALLOCATE: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate
 Info = Mapping[str, Any]
 
 
-class LoraMatrix(msgspec.Struct, frozen=True, eq=False):
+class LoraAdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
     """A matrix with a low-rank adapter (LoRA, arXiv:2106.09685): base + scale * b @ a.
 
     Calling it computes that sum.
@@ -86,7 +86,7 @@ class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
 
     gather: Callable[[], Tensor]
     stamp: Hashable
-    """Value that changes whenever the tensor changes, as in ``LazyWeight.stamp``."""
+    """Value that changes whenever the tensor changes, as in ``LazyExportWeight.stamp``."""
 
     def __call__(self) -> Tensor:
         return self.gather()
@@ -100,13 +100,13 @@ def merge_adapter(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return base + (scale * b @ a).to(base.dtype)
 
 
-class LazyWeight(NamedTuple):
+class LazyExportWeight(NamedTuple):
     """A weight of the trained policy that is converted for the engines only when it is sent.
 
     It is gathered and converted only when ``full`` is called.
 
     Example:
-        LazyWeight("norm.weight", (128,), torch.float32, stamp=3, full=lambda: tensor)
+        LazyExportWeight("norm.weight", (128,), torch.float32, stamp=3, full=lambda: tensor)
     """
 
     name: str
@@ -118,7 +118,7 @@ class LazyWeight(NamedTuple):
     has not changed between them. None if it is unknown whether the tensor changes."""
     full: Callable[[], Tensor]
     """Returns the whole tensor, contiguous and detached."""
-    adapted: LoraMatrix | None = None
+    adapted: LoraAdaptedMatrix | None = None
     """The base matrix and the adapter whose sum ``full`` returns, for weight syncs whose engines
     can compute the sum themselves. None for a matrix without an adapter."""
 
@@ -127,14 +127,14 @@ class LazyWeight(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class WeightPiece(NamedTuple):
+class WeightUpdateTensor(NamedTuple):
     """A tensor in a weight update, as the engine receives it.
 
     It is a whole tensor, or new values for some of its positions.
 
     Example:
-        WeightPiece("norm.weight", tensor)                       # a whole tensor, [hidden size]
-        WeightPiece("norm.weight", tensor[places], places)       # new values at some positions
+        WeightUpdateTensor("norm.weight", tensor)                  # a whole tensor, [hidden size]
+        WeightUpdateTensor("norm.weight", tensor[places], places)  # new values at some positions
     """
 
     name: str
@@ -188,7 +188,7 @@ class WeightSync(Protocol):
         ...
 
     def chunks(
-        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
+        self, sources: Iterable[LazyExportWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         """Yield the chunks in which the weights of the given version are sent, in order.
 
@@ -215,11 +215,11 @@ class WeightReceiver(Protocol):
             parameters[piece.name].copy_(piece.tensor)
     """
 
-    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightUpdateTensor]:
         """Yield the tensors that one chunk of a weight update contains.
 
         Each is valid until the next one is requested. Raises ValueError for an incomplete chunk,
-        and FullWeightsRequiredError if it holds differences from weights that this engine does not
+        and MissingDeltaBaseError if it holds differences from weights that this engine does not
         have.
         """
         ...
@@ -231,7 +231,7 @@ class WeightReceiver(Protocol):
     def close(self) -> None: ...
 
 
-class FullWeightsRequiredError(ValueError):
+class MissingDeltaBaseError(ValueError):
     """Raised when a chunk is a delta against weights that the engine does not have.
 
     All weights must then be sent.
@@ -239,13 +239,13 @@ class FullWeightsRequiredError(ValueError):
 
 
 def in_chunks(
-    sources: Iterable[LazyWeight], chunk_bytes: int
-) -> Iterator[tuple[list[LazyWeight], bool]]:
+    sources: Iterable[LazyExportWeight], chunk_bytes: int
+) -> Iterator[tuple[list[LazyExportWeight], bool]]:
     """Divide a sequence of weights into chunks of at most ``chunk_bytes`` bytes.
 
     Yields each chunk with a flag that is True for the last. A larger tensor is a chunk by itself.
     """
-    chunk: list[LazyWeight] = []
+    chunk: list[LazyExportWeight] = []
     room = chunk_bytes
     for source in sources:
         if chunk and source.num_bytes > room:
@@ -257,7 +257,7 @@ def in_chunks(
         yield chunk, True
 
 
-def weight_update_info(sources: Sequence[LazyWeight], version: int) -> dict[str, Any]:
+def weight_update_info(sources: Sequence[LazyExportWeight], version: int) -> dict[str, Any]:
     """Return the description of tensors in a weight update, in the format of vLLM's request.
 
     It has names, dtypes and shapes, and the version of the weights.
@@ -282,7 +282,9 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
     return starts, at
 
 
-def tensor_views(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[WeightPiece]:
+def tensor_views(
+    info: Info, buffer: Tensor, *, stays: bool = False
+) -> Iterator[WeightUpdateTensor]:
     """Yield the tensors in a byte buffer [N] as views of it.
 
     ``info`` has their names, precisions and shapes. Raises ValueError if they do not fit in the
@@ -307,7 +309,9 @@ def tensor_views(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator
     for (name, _, shape), kind, start, size in zip(
         weight_update_info, kinds, starts, sizes, strict=True
     ):
-        yield WeightPiece(name, buffer[start : start + size].view(kind).view(shape), stays=stays)
+        yield WeightUpdateTensor(
+            name, buffer[start : start + size].view(kind).view(shape), stays=stays
+        )
 
 
 def reserve_file_space(
@@ -332,7 +336,7 @@ def reserve_file_space(
     os.ftruncate(handle, length)
 
 
-def pack_into_buffer(buffer: Tensor, sources: Sequence[LazyWeight]) -> int:
+def pack_into_buffer(buffer: Tensor, sources: Sequence[LazyExportWeight]) -> int:
     """Copy weights into a byte buffer [N], one after another.
 
     Returns the number of bytes used.
@@ -350,7 +354,9 @@ _WHOLE = (Tensor, nn.Parameter)
 """Types of tensors that are not sharded across ranks."""
 
 
-def to_lazy_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[LazyWeight]:
+def to_lazy_weights(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> list[LazyExportWeight]:
     """Convert named parameters to the lazy form in which they are sent to engines.
 
     Their precision is ``dtype``. Sharded parameters (DTensor) are gathered on demand, so all ranks
@@ -361,7 +367,7 @@ def to_lazy_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> 
 
 def to_lazy_weight(
     name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None
-) -> LazyWeight:
+) -> LazyExportWeight:
     """Convert one parameter to the lazy form in which it is sent to engines.
 
     If ``make`` is given, the tensor that it returns is sent instead of the parameter. An example is
@@ -369,8 +375,8 @@ def to_lazy_weight(
     """
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     stamp = frozen_param_version(tensor) if make is None else getattr(make, "stamp", None)
-    adapted = make if isinstance(make, LoraMatrix) else None
-    return LazyWeight(
+    adapted = make if isinstance(make, LoraAdaptedMatrix) else None
+    return LazyExportWeight(
         name,
         tuple(tensor.shape),
         kind,
@@ -399,7 +405,9 @@ def _full_tensor(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
     return whole if whole.dtype == dtype else whole.to(dtype)
 
 
-def to_checkpoint_names(model: Any, given: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
+def to_checkpoint_names(
+    model: Any, given: Iterable[LazyExportWeight]
+) -> Iterator[LazyExportWeight]:
     """Rename weights to a transformers model's checkpoint names, for engines that load those.
 
     A tensor with all experts of a layer is split into one tensor per expert.
@@ -415,7 +423,7 @@ def to_checkpoint_names(model: Any, given: Iterable[LazyWeight]) -> Iterator[Laz
         split = _SplitSource(model, each, len(parts))
         for index, (name, part) in enumerate(parts):
             full = partial(split.part, index)
-            yield LazyWeight(name, tuple(part.shape), each.dtype, each.stamp, full)
+            yield LazyExportWeight(name, tuple(part.shape), each.dtype, each.stamp, full)
 
 
 class _SplitSource:
@@ -424,7 +432,7 @@ class _SplitSource:
     It stays in memory from the first part to the last.
     """
 
-    def __init__(self, model: Any, whole: LazyWeight, num_parts: int) -> None:
+    def __init__(self, model: Any, whole: LazyExportWeight, num_parts: int) -> None:
         self._model = model
         self._whole = whole
         self._num_parts = num_parts

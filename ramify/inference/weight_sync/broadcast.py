@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
+from ramify.actors.connect_back import ConnectBackListener, WorkerConnectInfo
 from ramify.actors.message_encoding import decode
 from ramify.actors.rank_group_authentication import verify_members
 from ramify.actors.rank_key_value_store import KeyValueStoreClient, KeyValueStoreServer
@@ -33,9 +33,9 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.weight_sync.base import (
     CHUNK_BYTES,
     Info,
-    LazyWeight,
+    LazyExportWeight,
     WeightChunk,
-    WeightPiece,
+    WeightUpdateTensor,
     in_chunks,
     offsets,
     pack_into_buffer,
@@ -109,7 +109,7 @@ class GlooWeightSync:
             raise RuntimeError(str(error)) from None
 
     def chunks(
-        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
+        self, sources: Iterable[LazyExportWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         for part, is_last in in_chunks(sources, self._chunk_bytes):
             _, length = offsets(source.num_bytes for source in part)
@@ -167,7 +167,7 @@ class BroadcastWeightReceiver:
 
     def __init__(self, info: Info, backend: str) -> None:
         _require_backend(backend)
-        ticket: ConnectBackTicket = decode(base64.b64decode(info["ticket"]), ConnectBackTicket)
+        ticket: WorkerConnectInfo = decode(base64.b64decode(info["ticket"]), WorkerConnectInfo)
         group = _GroupSpec(
             backend,
             int(info["rank_offset"]),
@@ -188,7 +188,7 @@ class BroadcastWeightReceiver:
             ) from None
         self._backend, self._buffer = backend, _Buffer(backend)
 
-    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightUpdateTensor]:
         buffer = self._buffer.of(int(info["length"]))
         try:
             _broadcast(self._group, buffer)

@@ -20,9 +20,9 @@ from ramify.errors import ConfigError
 from ramify.inference.weight_sync.base import (
     CHUNK_BYTES,
     Info,
-    LazyWeight,
+    LazyExportWeight,
     WeightChunk,
-    WeightPiece,
+    WeightUpdateTensor,
     in_chunks,
     offsets,
     pack_into_buffer,
@@ -47,7 +47,7 @@ class CudaIpcWeightSync:
         """Do nothing, because trainer and engines need no connection."""
 
     def chunks(
-        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
+        self, sources: Iterable[LazyExportWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         for part, is_last in in_chunks(sources, self._chunk_bytes):
             _, length = offsets(source.num_bytes for source in part)
@@ -79,7 +79,7 @@ class CudaIpcWeightReceiver:
     Implements ``WeightReceiver``.
     """
 
-    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightUpdateTensor]:
         arguments = [
             base64.b64decode(part["bytes"]) if isinstance(part, dict) else part
             for part in info["handle"]

@@ -41,14 +41,14 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
-    FullWeightsRequiredError,
     Info,
-    LazyWeight,
-    LoraMatrix,
+    LazyExportWeight,
+    LoraAdaptedMatrix,
+    MissingDeltaBaseError,
     WeightChunk,
-    WeightPiece,
     WeightReceiver,
     WeightSync,
+    WeightUpdateTensor,
     merge_adapter,
 )
 
@@ -118,8 +118,8 @@ class SmallTensorBundles:
         """The values that the engines have, concatenated into one tensor in main memory."""
 
     def bundle_changed_tensors(
-        self, sources: Sequence[LazyWeight], number: int
-    ) -> tuple[LazyWeight, dict[str, Any]] | None:
+        self, sources: Sequence[LazyExportWeight], number: int
+    ) -> tuple[LazyExportWeight, dict[str, Any]] | None:
         """Bundle the small weights that have changed since the engines last received them.
 
         Returns the bundle, and the table of names and shapes by which engines take it apart.
@@ -142,7 +142,7 @@ class SmallTensorBundles:
             "names": [names[index] for index in which],
             "shapes": [sources[index].shape for index in which],
         }
-        return LazyWeight(
+        return LazyExportWeight(
             f"{_PREFIX}{number}", tuple(now_N.shape), now_N.dtype, None, lambda: now_N
         ), table
 
@@ -163,7 +163,7 @@ class SmallTensorBundles:
         ]
 
 
-def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightPiece]:
+def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightUpdateTensor]:
     """Yield the individual weights in a bundle of small weights.
 
     ``table`` gives their names and shapes. Raises ValueError if the table does not fit the bundle.
@@ -172,7 +172,9 @@ def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightP
         names, shapes = table["names"], table["shapes"]
         parts = values_N.split_with_sizes([math.prod(shape) for shape in shapes])
         for name, shape, part in zip(names, shapes, parts, strict=True):
-            yield WeightPiece(name, part if len(shape) == 1 else part.view(shape), holds=True)
+            yield WeightUpdateTensor(
+                name, part if len(shape) == 1 else part.view(shape), holds=True
+            )
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"the table of a tensor bundle does not match its contents: {error!r}"
@@ -255,7 +257,7 @@ class DeltaWeightSync:
         self._by.join()
 
     def chunks(
-        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
+        self, sources: Iterable[LazyExportWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         base = "" if whole else self._last_sync
         if not base:
@@ -291,9 +293,9 @@ class DeltaWeightSync:
         self._later = []
 
     def _changed_weights(
-        self, sources: Iterable[LazyWeight], has_base: bool
-    ) -> Iterator[LazyWeight]:
-        small: dict[torch.dtype, list[LazyWeight]] = {}
+        self, sources: Iterable[LazyExportWeight], has_base: bool
+    ) -> Iterator[LazyExportWeight]:
+        small: dict[torch.dtype, list[LazyExportWeight]] = {}
         stamps, self._stamps = self._stamps, {}
         is_known = partial(_is_known, stamps if has_base else {})
         if self._layers:
@@ -314,8 +316,8 @@ class DeltaWeightSync:
                 )
 
     def _whole_layers(
-        self, sources: Iterable[LazyWeight], is_known: Callable[[LazyWeight], bool]
-    ) -> Iterator[LazyWeight]:
+        self, sources: Iterable[LazyExportWeight], is_known: Callable[[LazyExportWeight], bool]
+    ) -> Iterator[LazyExportWeight]:
         for _, group in itertools.groupby(sources, _part_of_layer):
             together = list(group)
             self._stamps |= {source.name: source.stamp for source in together}
@@ -327,7 +329,7 @@ class DeltaWeightSync:
             for source, changed in zip(together, parts, strict=True):
                 yield from changed or [source]
 
-    def _part(self, source: LazyWeight) -> Iterable[LazyWeight]:
+    def _part(self, source: LazyExportWeight) -> Iterable[LazyExportWeight]:
         """Return the tensors to send so that the engines get the current values of a weight.
 
         The list is empty if the engines have the current values.
@@ -341,14 +343,14 @@ class DeltaWeightSync:
             had.copy_(now)
         self._later.clear()
 
-    def _count_bytes(self, parts: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
+    def _count_bytes(self, parts: Iterable[LazyExportWeight]) -> Iterator[LazyExportWeight]:
         for part in parts:
             self.num_bytes += part.num_bytes
             yield part
 
     def _join_small(
-        self, sources: list[LazyWeight], which: tuple[torch.dtype, int]
-    ) -> list[LazyWeight]:
+        self, sources: list[LazyExportWeight], which: tuple[torch.dtype, int]
+    ) -> list[LazyExportWeight]:
         """Return the small weights that have changed, bundled into a single tensor.
 
         Returns a list with that tensor, or an empty list if none has changed.
@@ -361,7 +363,7 @@ class DeltaWeightSync:
         bundle, self._tables[bundle.name] = changed
         return [bundle]
 
-    def _difference(self, source: LazyWeight) -> list[LazyWeight]:
+    def _difference(self, source: LazyExportWeight) -> list[LazyExportWeight]:
         now, had = source.full(), self._have.get(source.name)
         if had is None or had.shape != now.shape or had.dtype != now.dtype:
             self._have[source.name] = now.to("cpu", copy=True)
@@ -381,7 +383,9 @@ class DeltaWeightSync:
             _to_lazy_weight(source.name + _VALUES, values),
         ]
 
-    def _adapter(self, source: LazyWeight, adapted: LoraMatrix) -> Iterator[LazyWeight]:
+    def _adapter(
+        self, source: LazyExportWeight, adapted: LoraAdaptedMatrix
+    ) -> Iterator[LazyExportWeight]:
         """Yield the two low-rank matrices of a weight that has a LoRA adapter.
 
         The base matrix is yielded first if the engines do not have it yet.
@@ -434,10 +438,10 @@ class DeltaWeightReceiver:
         """Base matrices of adapters, on the CPU."""
         self._a: dict[str, Tensor] = {}
 
-    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightUpdateTensor]:
         base, now = str(info["base"]), str(info["now"])
         if self._taking != now and base and base != self._has:
-            raise FullWeightsRequiredError(
+            raise MissingDeltaBaseError(
                 f"this delta builds on the weights '{base}', but this engine has "
                 f"'{self._has or 'none of them'}'"
             )
@@ -447,7 +451,7 @@ class DeltaWeightReceiver:
                 self._places[piece.name.removesuffix(_PLACES)] = piece.tensor.long()
             elif piece.name.endswith(_VALUES):
                 name = piece.name.removesuffix(_VALUES)
-                yield WeightPiece(name, piece.tensor, self._places.pop(name))
+                yield WeightUpdateTensor(name, piece.tensor, self._places.pop(name))
             elif piece.name in info["together"]:
                 yield from split_bundle(piece.tensor, info["together"][piece.name])
             elif piece.name.endswith(_BASE):
@@ -459,10 +463,10 @@ class DeltaWeightReceiver:
             else:
                 yield piece
 
-    def _add_adapter(self, name: str, b: Tensor, info: Info) -> WeightPiece:
+    def _add_adapter(self, name: str, b: Tensor, info: Info) -> WeightUpdateTensor:
         scale, kind, dtype = info["sums"][name + _B]
         base = self._bases[name].to(b.device, getattr(torch, kind))
-        return WeightPiece(
+        return WeightUpdateTensor(
             name, merge_adapter(base, self._a.pop(name), b, float(scale)).to(getattr(torch, dtype))
         )
 
@@ -474,7 +478,7 @@ class DeltaWeightReceiver:
         self._by.close()
 
 
-def _is_known(stamps: Mapping[str, Hashable], source: LazyWeight) -> bool:
+def _is_known(stamps: Mapping[str, Hashable], source: LazyExportWeight) -> bool:
     """Return True if the engines already have the current value of a weight.
 
     The check compares its change marker, called ``stamp``.
@@ -482,7 +486,7 @@ def _is_known(stamps: Mapping[str, Hashable], source: LazyWeight) -> bool:
     return source.stamp is not None and source.stamp == stamps.get(source.name)
 
 
-def _part_of_layer(source: LazyWeight) -> str:
+def _part_of_layer(source: LazyExportWeight) -> str:
     """Return the part of a layer to which a weight belongs, such as ``model.layers.3.self_attn``.
 
     A tensor outside the layers is its own part.
@@ -492,8 +496,8 @@ def _part_of_layer(source: LazyWeight) -> str:
     return ".".join(parts[: number + 2])
 
 
-def _to_lazy_weight(name: str, tensor: Tensor) -> LazyWeight:
-    return LazyWeight(name, tuple(tensor.shape), tensor.dtype, None, lambda: tensor)
+def _to_lazy_weight(name: str, tensor: Tensor) -> LazyExportWeight:
+    return LazyExportWeight(name, tuple(tensor.shape), tensor.dtype, None, lambda: tensor)
 
 
 def _narrow_losslessly(base: Tensor, dtype: torch.dtype) -> Tensor:

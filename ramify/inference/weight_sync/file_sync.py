@@ -48,9 +48,9 @@ from ramify.errors import ConfigError, StoreError
 from ramify.inference.weight_sync.base import (
     MEMORY,
     Info,
-    LazyWeight,
+    LazyExportWeight,
     WeightChunk,
-    WeightPiece,
+    WeightUpdateTensor,
     create_locked_folder,
     in_chunks,
     remove_stale_files,
@@ -79,7 +79,7 @@ _HEADER_STEP = 64
 _AGAIN = "let the trainer write it again"
 
 
-def write_tensors(path: Path, sources: list[LazyWeight]) -> tuple[int, int]:
+def write_tensors(path: Path, sources: list[LazyExportWeight]) -> tuple[int, int]:
     """Write tensors in the given order to a safetensors file.
 
     Returns the length of the file in bytes and its checksum. An existing file is overwritten.
@@ -100,7 +100,7 @@ def write_tensors(path: Path, sources: list[LazyWeight]) -> tuple[int, int]:
     return at, _to_63_bits(total)
 
 
-def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]:
+def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightUpdateTensor]:
     """Yield the tensors of a safetensors file.
 
     ``expected`` is the length and checksum that ``write_tensors`` returned. Raises ValueError
@@ -138,7 +138,7 @@ def is_file_unused(path: Path) -> bool:
     return True
 
 
-def _header(sources: list[LazyWeight]) -> bytes:
+def _header(sources: list[LazyExportWeight]) -> bytes:
     about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for source in sources:
@@ -192,7 +192,7 @@ def _to_63_bits(total: int) -> int:
     return total % (1 << 63)
 
 
-def _tensors(whole_N: Tensor, path: Path) -> Iterator[WeightPiece]:
+def _tensors(whole_N: Tensor, path: Path) -> Iterator[WeightUpdateTensor]:
     try:
         start = _WORD + int.from_bytes(bytes(whole_N[:_WORD].tolist()), "little")
         about = json.loads(bytes(whole_N[_WORD:start].numpy()))
@@ -206,7 +206,7 @@ def _tensors(whole_N: Tensor, path: Path) -> Iterator[WeightPiece]:
                 )
             if begin % kind.itemsize:  # unaligned after a tensor of odd length
                 data = data.clone()
-            yield WeightPiece(name, data.view(kind).view(about_tensor["shape"]))
+            yield WeightUpdateTensor(name, data.view(kind).view(about_tensor["shape"]))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{path} is not a complete safetensors file: {error}") from None
 
@@ -275,7 +275,7 @@ class FileWeightSync:
         """Do nothing, because trainer and engines need no connection."""
 
     def chunks(
-        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
+        self, sources: Iterable[LazyExportWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         """Write the weights to files, then yield a single chunk that contains the path of their
         folder."""
@@ -296,7 +296,7 @@ class FileWeightSync:
             os.close(self._lock)
             self._lock = -1
 
-    def _write(self, sources: Iterable[LazyWeight], version: int) -> None:
+    def _write(self, sources: Iterable[LazyExportWeight], version: int) -> None:
         final = self._folder / _version_name(version)
         fresh = self._folder / f".{final.name}.tmp"
         if final.exists() and not _is_version(final):
@@ -368,7 +368,7 @@ class FileWeightReceiver:
     def __init__(self, info: Info) -> None:
         self._folder = Path(str(info["folder"]))
 
-    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightUpdateTensor]:
         folder, pointer = read_pointer(self._folder)
         if pointer.version != info["version"]:
             raise ValueError(

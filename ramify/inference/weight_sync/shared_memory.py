@@ -35,9 +35,9 @@ from ramify.inference.weight_sync.base import (
     MEMORY,
     PREFIX,
     Info,
-    LazyWeight,
+    LazyExportWeight,
     WeightChunk,
-    WeightPiece,
+    WeightUpdateTensor,
     create_locked_file,
     in_chunks,
     new_temporary_name,
@@ -84,7 +84,7 @@ class SharedMemoryWeightSync:
         """Do nothing, because trainer and engines need no connection."""
 
     def chunks(
-        self, sources: Iterable[LazyWeight], version: int, *, whole: bool
+        self, sources: Iterable[LazyExportWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         if self._in_place:
             sources = list(sources)
@@ -103,7 +103,7 @@ class SharedMemoryWeightSync:
             }
             yield WeightChunk(about, is_last)
 
-    def _all_at_once(self, sources: list[LazyWeight], version: int) -> WeightChunk:
+    def _all_at_once(self, sources: list[LazyExportWeight], version: int) -> WeightChunk:
         _, length = offsets(source.num_bytes for source in sources)
         which, self._next = self._next, 1 - self._next
         buffer = self._buffer(which, length)
@@ -111,7 +111,7 @@ class SharedMemoryWeightSync:
         about = {"buffer": which, "length": len(buffer.bytes), "stays": True}
         return WeightChunk({**weight_update_info(sources, version), **about}, True)
 
-    def _has_room_for(self, sources: Sequence[LazyWeight]) -> bool:
+    def _has_room_for(self, sources: Sequence[LazyExportWeight]) -> bool:
         both = 2 * sum(source.num_bytes for source in sources)
         return 2 * both <= shutil.disk_usage(self._folder).free
 
@@ -167,7 +167,7 @@ class SharedMemoryWeightReceiver:
         self._paths = [folder / f"{name}-{which}" for which in (0, 1)]
         self._buffers: list[_MappedFile | None] = [None, None]
 
-    def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
+    def unpack_chunk(self, info: Info) -> Iterator[WeightUpdateTensor]:
         which, length = int(info["buffer"]), int(info["length"])
         mapped = self._buffers[which]
         if mapped is None or len(mapped.bytes) != length:

@@ -22,7 +22,7 @@ _clock = time.perf_counter
 """The clock function, saved before any cell runs so that a cell cannot replace it."""
 
 
-class BusyWait:
+class AdaptiveBusyWait:
     """A short busy wait that is tried less often if it rarely succeeds.
 
     After a wait that ended too early, more of the later waits are skipped. After a successful wait,

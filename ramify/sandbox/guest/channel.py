@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .busy_wait import BusyWait
+from .busy_wait import AdaptiveBusyWait
 from .message_frames import (
     PREFIX,
     VERSION,
@@ -151,7 +151,7 @@ class GuestChannel:
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
         self._has_data = functools.partial(self._poll.poll, 0)
-        self._busy_wait = BusyWait()
+        self._busy_wait = AdaptiveBusyWait()
         self._is_soon = False
         """True if the host announced that its next frame may follow at once, so that busy-waiting
         for it is worthwhile."""

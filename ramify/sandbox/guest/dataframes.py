@@ -1,7 +1,7 @@
 """Converts a context's tables and arrays to pandas and numpy objects, if importable.
 
-    packages=("pandas",)   Table ──> pandas.DataFrame, NumberArray ──> numpy.ndarray
-    packages=("numpy",)    NumberArray ──> numpy.ndarray
+    packages=("pandas",)   Table ──> pandas.DataFrame, BufferNdArray ──> numpy.ndarray
+    packages=("numpy",)    BufferNdArray ──> numpy.ndarray
 
 Columns of numbers use the buffers of the table without a copy. So do columns of text if pyarrow is
 installed. Other columns are copied. The libraries are packages of the user, and are imported by
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from .tables import Column, NumberArray, Table
+from .tables import BufferNdArray, ColumnValues, Table
 
 _WIDTHS = {4: "decimal32", 8: "decimal64", 16: "decimal128", 32: "decimal256"}
 
@@ -33,7 +33,7 @@ def to_pandas_if_available(table: Table, packages: Sequence[str]) -> Any:
     return pandas.DataFrame(columns, copy=False, index=pandas.RangeIndex(len(table)))
 
 
-def to_numpy_if_available(array: NumberArray, packages: Sequence[str]) -> Any:
+def to_numpy_if_available(array: BufferNdArray, packages: Sequence[str]) -> Any:
     """Convert an array to a numpy array if numpy or pandas is one of the packages that the session
     may import.
 
@@ -46,7 +46,7 @@ def to_numpy_if_available(array: NumberArray, packages: Sequence[str]) -> Any:
     return numpy.frombuffer(array.buffer, array.dtype).reshape(array.shape)
 
 
-def _pandas_values(column: Column) -> Any:
+def _pandas_values(column: ColumnValues) -> Any:
     numpy = import_module("numpy")
     pandas = import_module("pandas")
 
@@ -85,7 +85,7 @@ def _pandas_values(column: Column) -> Any:
     return values.to_pandas()
 
 
-def arrow_array(column: Column) -> Any:
+def arrow_array(column: ColumnValues) -> Any:
     """Return a column as a pyarrow array that shares its buffers.
 
     The column must start at the beginning of its buffers.
@@ -104,7 +104,7 @@ def arrow_array(column: Column) -> Any:
     return pyarrow.Array.from_buffers(type_, len(column), buffers, children=children)
 
 
-def _arrow_type(column: Column, children: list[Any]) -> Any:
+def _arrow_type(column: ColumnValues, children: list[Any]) -> Any:
     pyarrow = import_module("pyarrow")
 
     info = column.info

@@ -21,11 +21,11 @@ from .channel import (
     MessageFrameDispatcher,
     MessageFrameWaiter,
 )
-from .interpreter_state import AddressSpaceLimits, InterpreterSnapshot, complete_builtins
+from .interpreter_state import AddressSpaceLimits, BuiltinsSnapshot, complete_builtins
 from .message_frames import copy_as_sent_to_host, encode_cell_done, unpack_value
 from .notebook import GuestNotebook, cut, error_text, format_error
 from .output import CellOutputSender, FileOutputSpool, InProcessOutputSpool
-from .session_forking import JailForkHooks, SessionForker
+from .session_forking import JailForkOperations, SessionForker
 from .value_encoding import (
     REFERRING_CALL,
     ProtocolError,
@@ -35,7 +35,7 @@ from .value_encoding import (
 )
 
 
-class HostError(Exception):
+class SessionHostCallError(Exception):
     """Raised in a cell if its call to the host fails.
 
     ``kind`` is the name of the exception class that the host reported, and ``data`` holds that
@@ -48,7 +48,7 @@ class HostError(Exception):
         self.data = data or {}
 
 
-HostError.__module__ = "builtins"  # so that a traceback shows the name without a module
+SessionHostCallError.__module__ = "builtins"  # so that a traceback shows the name without a module
 
 
 class HostCaller:
@@ -75,11 +75,12 @@ class HostCaller:
     def call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the host by name and return its result.
 
-        Any thread of a running cell may do this. Raises HostError if the call fails, TypeError if
-        an argument has an unsupported type, and ValueError if the arguments exceed a limit.
+        Any thread of a running cell may do this. Raises SessionHostCallError if the call fails,
+        TypeError if an argument has an unsupported type, and ValueError if the arguments exceed a
+        limit.
         """
         if not self._channel.is_session_process():
-            raise HostError(
+            raise SessionHostCallError(
                 "RuntimeError",
                 f"{name}() was called in a forked process; call it in the session itself",
             )
@@ -98,10 +99,12 @@ class HostCaller:
             self._inbox.unregister_waiter(ticket)
             self._interrupts.end_deferring(before)
         if ticket.frame is DROPPED:
-            raise HostError("RuntimeError", f"{name}() was still waiting when its cell ended")
+            raise SessionHostCallError(
+                "RuntimeError", f"{name}() was still waiting when its cell ended"
+            )
         header, blobs = ticket.frame
         if header["op"] == "err":
-            raise HostError(
+            raise SessionHostCallError(
                 header["kind"], header["message"], self._channel.value_of(header, blobs)
             )
         return self._channel.value_of(header, blobs)
@@ -113,7 +116,9 @@ class HostCaller:
         value = encoder.encode(arguments)
         with channel.sending:
             if not channel.is_open:
-                raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
+                raise SessionHostCallError(
+                    "RuntimeError", f"{name}() was called after its cell had ended"
+                )
             self._last_id += 1
             parts = channel.frame(
                 {"op": "call", "id": self._last_id, "name": name, "value": value}, encoder
@@ -153,7 +158,7 @@ class SandboxGuest:
         memory_limits: tuple[int, int] | None = None,
         can_fork: bool = False,
         shared_buffers: Any = None,
-        apart: JailForkHooks | None = None,
+        apart: JailForkOperations | None = None,
     ) -> None:
         """Create a guest that communicates with the host over two open descriptors.
 
@@ -182,7 +187,7 @@ class SandboxGuest:
         self._cells = 0
         if owns_process:
             complete_builtins()
-        self._interpreter = InterpreterSnapshot()
+        self._interpreter = BuiltinsSnapshot()
 
     # -- serving
 
@@ -290,7 +295,7 @@ class SandboxGuest:
         """
         host_names = {
             "call_host": self._calls.call_host,
-            "HostError": HostError,
+            "SessionHostCallError": SessionHostCallError,
             "last_output": self.output.last_output,
             "portable": copy_as_sent_to_host,
         }

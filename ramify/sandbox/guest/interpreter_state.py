@@ -67,7 +67,7 @@ def _snapshot() -> tuple[int, dict[str, Any]]:
     return _taken
 
 
-class InterpreterSnapshot:
+class BuiltinsSnapshot:
     """Python's builtins and recursion limit before the first cell, to restore after each cell.
 
     It consists of the builtins and the recursion limit.

@@ -201,7 +201,7 @@ def read_count_table(data: Any) -> Sequence[int]:
     return array("Q", bytes(data))
 
 
-class MappedText:
+class FileBackedText:
     """A string-like object that reads its text from a file on demand.
 
     It supports len, slices, find, count, in and lines. ``finditer``, ``findall`` and ``search``
@@ -246,7 +246,7 @@ class MappedText:
     def __contains__(self, text: object) -> bool:
         if not isinstance(text, str):
             raise TypeError(
-                f"'in <MappedText>' requires string as left operand, not {type(text).__name__}"
+                f"'in <FileBackedText>' requires string as left operand, not {type(text).__name__}"
             )
         return self.find(text) >= 0
 
@@ -256,7 +256,7 @@ class MappedText:
 
     def __repr__(self) -> str:
         head = self[:_SHOWN]
-        return f"<MappedText of {len(self):,} characters: {head!r}{'…' * (len(self) > _SHOWN)}>"
+        return f"<FileBackedText of {len(self):,} characters: {head!r}{'…' * (len(self) > _SHOWN)}>"
 
     def __str__(self) -> str:
         raise TypeError(
@@ -268,7 +268,7 @@ class MappedText:
         return str(self)
 
     def __reduce__(self) -> str:
-        raise TypeError("a MappedText cannot be pickled or copied: use a slice")
+        raise TypeError("a FileBackedText cannot be pickled or copied: use a slice")
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(str, name) and not name.startswith("__"):
@@ -277,7 +277,7 @@ class MappedText:
                 f"has {_METHODS}, finditer, findall and search; take a slice, which is a str, or "
                 "go through its lines"
             )
-        raise AttributeError(f"'MappedText' object has no attribute {name!r}")
+        raise AttributeError(f"'FileBackedText' object has no attribute {name!r}")
 
     def find(self, sub: str, start: int | None = None, end: int | None = None) -> int:
         """Return the first position of ``sub``, or -1 if it does not occur."""
@@ -350,21 +350,21 @@ class MappedText:
         longest = max(map(len, options), default=0)
         return self.file.text(max(0, len(self) - longest), len(self)).endswith(suffix)
 
-    def splitlines(self, keepends: bool = False) -> MappedLines:
+    def splitlines(self, keepends: bool = False) -> FileTextLines:
         """Return the lines as a list-like object.
 
         Lines end at ``\n`` or ``\r\n``, and each is read from the file only when it is used.
         """
-        return MappedLines(self.file, keepends=keepends)
+        return FileTextLines(self.file, keepends=keepends)
 
-    def split(self, sep: str | None = None, maxsplit: int = -1) -> MappedLines | Iterator[str]:
+    def split(self, sep: str | None = None, maxsplit: int = -1) -> FileTextLines | Iterator[str]:
         """Return an iterator over the parts between separators.
 
         For ``split("\\n")``, return a sequence of lines instead, which has a length and supports
         indices.
         """
         if sep == "\n" and maxsplit < 0:
-            return MappedLines(self.file, is_split=True)
+            return FileTextLines(self.file, is_split=True)
         if maxsplit >= 0:
             raise TypeError("split of a text that stays in its file has no maxsplit: use find")
         if sep is None:
@@ -375,7 +375,7 @@ class MappedText:
 
     # -- regular expressions
 
-    def finditer(self, pattern: str | re.Pattern[str], flags: int = 0) -> Iterator[MappedMatch]:
+    def finditer(self, pattern: str | re.Pattern[str], flags: int = 0) -> Iterator[FileTextMatch]:
         """Iterate over the matches of a regular expression, as ``re.finditer(pattern, text,
         flags)`` does.
 
@@ -395,7 +395,7 @@ class MappedText:
             found.append(match.group() if not groups else groups[0] if len(groups) == 1 else groups)
         return found
 
-    def search(self, pattern: str | re.Pattern[str], flags: int = 0) -> MappedMatch | None:
+    def search(self, pattern: str | re.Pattern[str], flags: int = 0) -> FileTextMatch | None:
         """Return the first match of a regular expression, as ``re.search(pattern, text, flags)``
         does."""
         return next(self.finditer(pattern, flags), None)
@@ -411,7 +411,7 @@ class MappedText:
             raise TypeError("a text that the host reads has no buffer: it is mapped in sessions")
         return data
 
-    def _matches(self, pattern: re.Pattern[str]) -> Iterator[MappedMatch]:
+    def _matches(self, pattern: re.Pattern[str]) -> Iterator[FileTextMatch]:
         at, core, length = 0, _WINDOW_CHARS, len(self)
         while at <= length:
             low, high = max(0, at - _BEHIND_CHARS), min(length, at + core + _AHEAD_CHARS)
@@ -427,7 +427,7 @@ class MappedText:
                     after = low + match.start()
                     core = max(core, 2 * (match.end() - match.start()))
                     break
-                yield MappedMatch(match, low)
+                yield FileTextMatch(match, low)
                 if low + match.end() > after:
                     after = low + match.end()
             at = after
@@ -461,11 +461,11 @@ class MappedText:
         yield file.decode(file.read_checked_bytes(start, file.num_bytes, "a part"))
 
 
-MappedText.__module__ = "builtins"  # an error then shows the name without a module
+FileBackedText.__module__ = "builtins"  # an error then shows the name without a module
 
 
-class MappedMatch:
-    """A match of a regular expression in a ``MappedText``, used like ``re.Match``.
+class FileTextMatch:
+    """A match of a regular expression in a ``FileBackedText``, used like ``re.Match``.
 
     Its positions refer to the whole text.
     """
@@ -511,11 +511,11 @@ class MappedMatch:
         return self._match.lastindex
 
     def __repr__(self) -> str:
-        return f"<MappedMatch span={self.span()}, match={self._match.group()!r:.60}>"
+        return f"<FileTextMatch span={self.span()}, match={self._match.group()!r:.60}>"
 
 
-class MappedLines(Sequence[str]):
-    """The lines of a ``MappedText``, used like a list.
+class FileTextLines(Sequence[str]):
+    """The lines of a ``FileBackedText``, used like a list.
 
     It supports len, indexing, slices and iteration. Each line is read from the file when it is
     used.

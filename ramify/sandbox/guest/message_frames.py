@@ -471,7 +471,7 @@ _PIECE = 1 << 16
 """Number of characters of a text that are encoded at once, to avoid allocating a large buffer."""
 
 
-class ScratchBuffer:
+class ReusableBuffer:
     """A buffer that is reused for many messages and grows as needed.
 
     Allocating memory for each message would cost more than copying the data.
@@ -508,7 +508,7 @@ class HostGuestSharedMemory:
         "reported",
     )
 
-    def __init__(self, fd: int, *, is_host: bool, scratch: ScratchBuffer | None = None) -> None:
+    def __init__(self, fd: int, *, is_host: bool, scratch: ReusableBuffer | None = None) -> None:
         """Open one end of a shared memory file, either for the host or for the session.
 
         ``scratch`` is a buffer into which ``take`` reads; the blobs are then valid only until the

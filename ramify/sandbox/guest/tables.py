@@ -55,7 +55,7 @@ _DATA |= {"time": 1, "duration": 1, "decimal": 1, "list": 1, "map": 1}
 _CHILDREN = {"list": 1, "map": 1, "fixed": 1, "coded": 2}
 
 
-class Column(Sequence[Any]):
+class ColumnValues(Sequence[Any]):
     """A column of a table, used like a list of its values.
 
     It supports ``len(c)``, ``c[3]``, ``c[10:20]`` (a list) and ``for value in c``.
@@ -70,7 +70,7 @@ class Column(Sequence[Any]):
         length: int,
         info: Any,
         buffers: Sequence[memoryview | None],
-        children: Sequence[Column] = (),
+        children: Sequence[ColumnValues] = (),
         start: int = 0,
     ) -> None:
         """Create a column whose values are read from existing buffers, without a copy.
@@ -215,9 +215,9 @@ class Column(Sequence[Any]):
 
     # --- sending
 
-    def sliced(self, start: int, stop: int) -> Column:
+    def sliced(self, start: int, stop: int) -> ColumnValues:
         """Return a range of rows as a column that shares the same buffers."""
-        return Column(
+        return ColumnValues(
             self.kind,
             self.type,
             stop - start,
@@ -227,7 +227,7 @@ class Column(Sequence[Any]):
             self._start + start,
         )
 
-    def compact(self) -> Column:
+    def compact(self) -> ColumnValues:
         """Return a copy of the column whose buffers contain only the column's values.
 
         They contain nothing before the first value and nothing after the last.
@@ -264,7 +264,7 @@ class Column(Sequence[Any]):
             children = [child.sliced(start, stop).compact() for child in children]
         elif kind == "coded":
             children = [children[0].sliced(start, stop).compact(), children[1].compact()]
-        return Column(kind, self.type, self._length, info, buffers, children)
+        return ColumnValues(kind, self.type, self._length, info, buffers, children)
 
     def _number_format_char(self) -> str:
         if self.kind in ("number", "date"):
@@ -293,7 +293,7 @@ class Table:
 
     __slots__ = ("_columns", "_length")
 
-    def __init__(self, columns: dict[str, Column], length: int) -> None:
+    def __init__(self, columns: dict[str, ColumnValues], length: int) -> None:
         if any(len(column) != length for column in columns.values()):
             raise ValueError("columns of different lengths")
         self._columns = columns
@@ -362,7 +362,7 @@ class Table:
         return "\n".join(lines + ["  …"] * (self._length > _SHOWN_ROWS))
 
 
-class NumberArray(Sequence[Any]):
+class BufferNdArray(Sequence[Any]):
     """An array of numbers with any number of dimensions.
 
     It supports ``a.shape``, ``a.dtype``, ``len(a)``, ``a[3]``, ``a[3, 4]``, ``a[2:5]`` (an array),
@@ -414,8 +414,8 @@ class NumberArray(Sequence[Any]):
         part = self._part(self.shape[1:], position * step, (position + 1) * step)
         return part if part.shape else part.tolist()
 
-    def _part(self, shape: Sequence[int], start: int, stop: int) -> NumberArray:
-        return NumberArray(self.dtype, self._char, shape, self.buffer[start:stop])
+    def _part(self, shape: Sequence[int], start: int, stop: int) -> BufferNdArray:
+        return BufferNdArray(self.dtype, self._char, shape, self.buffer[start:stop])
 
     def tolist(self) -> Any:
         """Return the numbers as nested lists, or a single number if the array has no dimensions."""
@@ -431,14 +431,14 @@ class NumberArray(Sequence[Any]):
 
     def __repr__(self) -> str:
         shown: Any = self
-        while isinstance(shown, NumberArray) and len(shown.shape) > 1 and len(shown):
+        while isinstance(shown, BufferNdArray) and len(shown.shape) > 1 and len(shown):
             shown = shown[0]
         items = ", ".join(map(repr, shown[:_SHOWN_ROWS])) if self.shape else repr(self.tolist())
         dots = ", …" if math.prod(self.shape) > _SHOWN_ROWS else ""
-        return f"NumberArray of {self.dtype}, shape {self.shape}: [{items}{dots}]"
+        return f"BufferNdArray of {self.dtype}, shape {self.shape}: [{items}{dots}]"
 
 
-for _class in (Column, Table, NumberArray):
+for _class in (ColumnValues, Table, BufferNdArray):
     _class.__module__ = "builtins"  # a session shows their names without a module
 
 

@@ -5,11 +5,11 @@ Long strings and bytes are sent after the JSON as binary parts.
 Values are supported by exact type: None, bool, int, float, complex, str, bytes, list, tuple, dict,
 set, frozenset, date, time, datetime and timedelta. A time zone becomes its offset; an OrderedDict,
 defaultdict or Counter becomes a dict, and a subclass of str its text. A session can also receive a
-MappedText, as a reference to its file, and the tables and arrays of ``tables.py``, whose buffers
-are sent without a copy. The module also limits the length of integers and the number of keys with
-equal hashes. The layout of the bytes, and the limits that are checked before a value is decoded,
-are in ``message_frames.py``. Data from the other end may be hostile: it decodes to a value of these
-types or raises ProtocolError.
+FileBackedText, as a reference to its file, and the tables and arrays of ``tables.py``, whose
+buffers are sent without a copy. The module also limits the length of integers and the number of
+keys with equal hashes. The layout of the bytes, and the limits that are checked before a value is
+decoded, are in ``message_frames.py``. Data from the other end may be hostile: it decodes to a value
+of these types or raises ProtocolError.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .dataframes import to_numpy_if_available, to_pandas_if_available
-from .mapped_text import MappedText, TextOffsetIndex, read_count_table
-from .tables import Column, NumberArray, Table
+from .mapped_text import FileBackedText, TextOffsetIndex, read_count_table
+from .tables import BufferNdArray, ColumnValues, Table
 
 REFERRING_CALL = "rlm_query_batched"
 """Name of the only call to the host in which a session may refer to file-backed texts instead of
@@ -346,9 +346,9 @@ class ValueEncoder:
             return self._tag(kind.__name__, [value.isoformat(), getattr(value, "fold", 0)])
         if kind is datetime.timedelta:
             return self._tag("timedelta", [value.days, value.seconds, value.microseconds])
-        if kind is MappedText and self._files is not None:
+        if kind is FileBackedText and self._files is not None:
             return self._encode_mapped_text(value.file)
-        if kind in (Table, NumberArray):
+        if kind in (Table, BufferNdArray):
             return self._encode_buffers(value)
         if issubclass(kind, str):
             return self.encode(str.__str__(value), depth)
@@ -373,7 +373,7 @@ class ValueEncoder:
         data = [value.dtype, value.char, list(value.shape), self._add_blob(value.buffer)]
         return self._tag("array", data)
 
-    def _encode_column(self, column: Column) -> list[Any]:
+    def _encode_column(self, column: ColumnValues) -> list[Any]:
         blobs = [None if each is None else self._add_blob(each) for each in column.buffers]
         children = [self._encode_column(child) for child in column.children]
         return [column.kind, column.type, len(column), column.info, blobs, children]
@@ -412,7 +412,7 @@ def _show_key(key: Any) -> str:
     )
 
 
-class FileTextReference(NamedTuple):
+class FileTextDigest(NamedTuple):
     """The digest of a file-backed text, which a session sends to the host instead of the text."""
 
     digest: str
@@ -442,7 +442,7 @@ class ValueDecoder:
         ``packages``: packages that the session may import; they decide which type a table is
         decoded to.
         ``files``: the data of file-backed texts, keyed by the digest of the file.
-        ``refers``: decode a file-backed text that a session sends as a ``FileTextReference``.
+        ``refers``: decode a file-backed text that a session sends as a ``FileTextDigest``.
         """
         self._files = files or {}
         self._refers = refers
@@ -520,14 +520,14 @@ class ValueDecoder:
             days, seconds, microseconds = data
             return datetime.timedelta(days, seconds, microseconds)
         if tag == "mapped" and self._refers and type(data) is str:
-            return FileTextReference(data)
+            return FileTextDigest(data)
         if tag == "mapped" and self._files:
             digest, encoding, chars_at, lines_at = data
             counts = (
                 read_count_table(self._take_blob(chars_at)),
                 read_count_table(self._take_blob(lines_at)),
             )
-            return MappedText(TextOffsetIndex(self._files[digest], *counts, encoding, digest))
+            return FileBackedText(TextOffsetIndex(self._files[digest], *counts, encoding, digest))
         if tag in ("table", "array") and self._keys is None:
             return self._decode_buffers(tag, data)
         raise ProtocolError(f"a value with the unknown tag {str(tag)[:40]!r}")
@@ -549,16 +549,18 @@ class ValueDecoder:
         """
         if tag == "array":
             dtype, char, shape, blob = data
-            array = NumberArray(dtype, char, shape, memoryview(self._take_blob(blob)))
+            array = BufferNdArray(dtype, char, shape, memoryview(self._take_blob(blob)))
             return to_numpy_if_available(array, self._packages)
         length, columns = data
         table = Table({name: self._decode_column(each) for name, each in columns}, length)
         return to_pandas_if_available(table, self._packages)
 
-    def _decode_column(self, data: Any) -> Column:
+    def _decode_column(self, data: Any) -> ColumnValues:
         kind, type_, length, info, blobs, children = data
         buffers = [None if each is None else memoryview(self._take_blob(each)) for each in blobs]
-        return Column(kind, type_, length, info, buffers, [*map(self._decode_column, children)])
+        return ColumnValues(
+            kind, type_, length, info, buffers, [*map(self._decode_column, children)]
+        )
 
     def _decode_list(self, data: Any) -> list[Any]:
         if type(data) is not list:

@@ -23,11 +23,11 @@ from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities, anonymous_file
 from ramify.sandbox.guest.message_frames import (
     HostGuestSharedMemory,
-    ScratchBuffer,
+    ReusableBuffer,
     create_shared_memory_file,
 )
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel
-from ramify.sandbox.host.transport import SharedConnectionState, SocketStream, how_it_ended
+from ramify.sandbox.host.transport import SharedConnectionBuffers, SocketStream, how_it_ended
 
 _MAX_LEFTOVER_BYTES = 16 << 20
 _SCM_CREDENTIALS = 2
@@ -71,7 +71,7 @@ class SessionSharedMemory:
         """Buffers through which long strings are passed."""
 
     @classmethod
-    def make(cls, scratch: ScratchBuffer) -> SessionSharedMemory:
+    def make(cls, scratch: ReusableBuffer) -> SessionSharedMemory:
         spool = anonymous_file("ramify-output")
         fcntl.fcntl(spool, fcntl.F_SETFL, os.O_APPEND)
         try:
@@ -140,7 +140,7 @@ class ForkedSessionTransport:
     def __init__(
         self,
         caps: SandboxCapabilities,
-        buffers: SharedConnectionState,
+        buffers: SharedConnectionBuffers,
         process: ForkedSessionHandles,
     ) -> None:
         self.caps = caps

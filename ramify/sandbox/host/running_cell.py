@@ -509,7 +509,7 @@ def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
     return CellResult(shown, note, cell.stopped)
 
 
-class GuestRequestFailedError(Exception):
+class GuestReportedError(Exception):
     """Raised on the host if the code in the sandbox could not fulfil a request.
 
     ``kind`` is the name of the exception class in the guest.

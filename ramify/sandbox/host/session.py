@@ -28,7 +28,7 @@ from ramify.sandbox.host import session_frame_connection
 from ramify.sandbox.host.running_cell import (
     CellLimits,
     CellTimeoutTimer,
-    GuestRequestFailedError,
+    GuestReportedError,
     RunningCell,
     SessionStatus,
     result_of,
@@ -236,7 +236,7 @@ class GuestSessionProxy:
     async def get(self, name: str) -> Any:
         try:
             return await self._ask({"op": "get", "name": name})
-        except GuestRequestFailedError as error:
+        except GuestReportedError as error:
             raise HostCallError(error.kind, str(error)) from None
 
     async def install(self, module: str, source: str) -> None:
@@ -248,7 +248,7 @@ class GuestSessionProxy:
             encoder.blobs += filter(None, [compiled_module(module, source)])
         try:
             await self._ask({"op": "install", "module": module, "source": source}, encoder)
-        except GuestRequestFailedError as error:
+        except GuestReportedError as error:
             raise SandboxError(
                 f"module '{module}' could not be installed in the session: {error}"
             ) from None
@@ -431,7 +431,7 @@ class GuestSessionProxy:
         try:
             async with asyncio.timeout(_FORK_S):
                 await reply
-        except GuestRequestFailedError as error:
+        except GuestReportedError as error:
             raise SandboxError(f"the session cannot be forked: {error}") from None
         except SessionDied:
             raise SessionDied(
@@ -572,7 +572,7 @@ class GuestSessionProxy:
         if not is_reply or getattr(message, "id", None) != id or reply.done():
             return False
         if isinstance(message, session_frame_connection.FailedReplyFrame):
-            reply.set_exception(GuestRequestFailedError(message.kind, message.message))
+            reply.set_exception(GuestReportedError(message.kind, message.message))
         else:
             reply.set_result(value)
         return True

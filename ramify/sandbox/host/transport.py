@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
-from ramify.sandbox.guest.busy_wait import BusyWait
-from ramify.sandbox.guest.message_frames import MAX_FRAME, HostGuestSharedMemory, ScratchBuffer
+from ramify.sandbox.guest.busy_wait import AdaptiveBusyWait
+from ramify.sandbox.guest.message_frames import MAX_FRAME, HostGuestSharedMemory, ReusableBuffer
 from ramify.sandbox.guest.value_encoding import ProtocolError
 
 
@@ -165,7 +165,7 @@ def do_nothing(*_: Any) -> None:
     """
 
 
-class SharedConnectionState:
+class SharedConnectionBuffers:
     """Buffers and background tasks that all connections of one sandbox share.
 
     Data in a read buffer is valid only until the next read. Each task waits until a killed process
@@ -175,7 +175,7 @@ class SharedConnectionState:
     __slots__ = ("busy_wait", "endings", "last_used", "num_expected", "shared_buffers", "stream")
 
     def __init__(self) -> None:
-        self.busy_wait = BusyWait()
+        self.busy_wait = AdaptiveBusyWait()
         self.endings: set[asyncio.Task[None]] = set()
         self.last_used: SocketStream | None = None
         """The connection that was used last, for reading or writing."""
@@ -183,7 +183,7 @@ class SharedConnectionState:
         """Number of connections that wait for an answer."""
         # Not a bytearray, whose pages would all be in memory before any is used.
         self.stream = mmap.mmap(-1, SCRATCH_BYTES, access=mmap.ACCESS_COPY)
-        self.shared_buffers = ScratchBuffer()
+        self.shared_buffers = ReusableBuffer()
 
 
 class MessageFrameAssembler:
@@ -270,7 +270,7 @@ class SocketStream:
         "_view",
     )
 
-    def __init__(self, sock: socket.socket, shared: SharedConnectionState) -> None:
+    def __init__(self, sock: socket.socket, shared: SharedConnectionBuffers) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._loop = asyncio.get_running_loop()

@@ -53,7 +53,7 @@ class JailLimits(NamedTuple):
     """Path of the session's folder."""
 
 
-class JailSessionDescriptors(NamedTuple):
+class JailFolderDescriptors(NamedTuple):
     """File descriptors of one session's private folder and Landlock rules, opened before its fork.
 
     The zygote, the process that forks sessions, opens them. A descriptor that is not needed is -1.
@@ -102,7 +102,7 @@ class JailSessionConfiner:
             os.environ.update(HOME=bounds.scratch, TMPDIR=bounds.scratch)
         self._limits = _limits(bounds, own_user)
 
-    def prepare_session(self) -> JailSessionDescriptors:
+    def prepare_session(self) -> JailFolderDescriptors:
         """Create a session's private folder and Landlock rules before its process is forked.
 
         Doing this after the fork would cause more memory pages to be copied.
@@ -116,11 +116,11 @@ class JailSessionConfiner:
             scratch = primitives.create_detached_tmpfs(
                 {"size": size, "nr_inodes": inodes, "mode": "0700"}
             )
-        return JailSessionDescriptors(
+        return JailFolderDescriptors(
             scratch, -1 if self._landlock is None else self._landlock.ruleset(scratch)
         )
 
-    def set_up_session_process(self, prepared: JailSessionDescriptors) -> None:
+    def set_up_session_process(self, prepared: JailFolderDescriptors) -> None:
         """Confine a new session with namespaces, its private folder and Landlock rules.
 
         This is the first part of the confinement, while the inherited descriptors are still open.

@@ -45,7 +45,7 @@ _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
 
-class KernelOperationRefusedError(OSError):
+class SyscallRefusedError(OSError):
     """Raised if the kernel refused an operation.
 
     ``what`` is the name of the operation.
@@ -59,17 +59,17 @@ class KernelOperationRefusedError(OSError):
 def check_call_result(result: int, what: str) -> int:
     """Return the result of a C library call, or raise an error if the call failed.
 
-    Raises KernelOperationRefusedError if the result is negative.
+    Raises SyscallRefusedError if the result is negative.
     """
     if result < 0:
-        raise KernelOperationRefusedError(ctypes.get_errno(), what)
+        raise SyscallRefusedError(ctypes.get_errno(), what)
     return result
 
 
 def syscall(number: int, *arguments: object, what: str) -> int:
     """Make a system call by number.
 
-    Its arguments may be ints, bytes or None. Raises KernelOperationRefusedError if it fails.
+    Its arguments may be ints, bytes or None. Raises SyscallRefusedError if it fails.
     """
     return check_call_result(_syscall(ctypes.c_long(number), *map(_to_c_argument, arguments)), what)
 
@@ -87,7 +87,7 @@ def prctl(option: int, value: int) -> None:
 def unshare(flags: int, what: str) -> None:
     """Move this process to new namespaces of the kinds set in ``flags``.
 
-    Raises KernelOperationRefusedError.
+    Raises SyscallRefusedError.
     """
     check_call_result(_libc.unshare(ctypes.c_int(flags)), what)
 
@@ -265,7 +265,7 @@ def place_mount(fd: int, target: str) -> None:
 def freeze_filesystem(fd: int) -> None:
     """Make the file system behind a mount read-only wherever it is mounted.
 
-    Raises KernelOperationRefusedError (busy) while a file in it is open for writing.
+    Raises SyscallRefusedError (busy) while a file in it is open for writing.
     """
     context = syscall(_FSPICK, fd, b"", 1 | 8, what="fspick")
     try:
@@ -388,7 +388,7 @@ def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
 def write_kernel_file(path: str, text: str, folder: int | None = None) -> None:
     """Write a string to a kernel file, such as one in /proc.
 
-    Raises KernelOperationRefusedError if that fails.
+    Raises SyscallRefusedError if that fails.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
@@ -397,4 +397,4 @@ def write_kernel_file(path: str, text: str, folder: int | None = None) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise KernelOperationRefusedError(error.errno or 0, f"write {path}") from None
+        raise SyscallRefusedError(error.errno or 0, f"write {path}") from None

@@ -423,7 +423,7 @@ def _try_out(walls: ReachedIsolation) -> None:
 
 
 def _try_known_attacks(
-    walls: ReachedIsolation, prepared: confine.JailSessionDescriptors, wire: socket.socket
+    walls: ReachedIsolation, prepared: confine.JailFolderDescriptors, wire: socket.socket
 ) -> int:
     """Confine this process like a session's, then try to break out with known attacks.
 

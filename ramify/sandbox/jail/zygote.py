@@ -185,19 +185,19 @@ class Zygote(forkserver.ForkServer):
         self._walls = built
         # Without a pid namespace, a branch ends with this process only if it asks for it.
         settle = primitives.end_with_parent if built.outer else (lambda: None)
-        self.apart = session_forking.JailForkHooks(
+        self.apart = session_forking.JailForkOperations(
             primitives.fork_sibling, primitives.adopt_host_connection, settle
         )
 
-    def prepare(self) -> confine.JailSessionDescriptors:
-        prepared: confine.JailSessionDescriptors = self._walls.confinement.prepare_session()
+    def prepare(self) -> confine.JailFolderDescriptors:
+        prepared: confine.JailFolderDescriptors = self._walls.confinement.prepare_session()
         return prepared
 
-    def release_after_fork(self, prepared: confine.JailSessionDescriptors) -> None:
+    def release_after_fork(self, prepared: confine.JailFolderDescriptors) -> None:
         prepared.close_rules_descriptor()
 
     def set_up_session_process(
-        self, prepared: confine.JailSessionDescriptors, fds: list[int]
+        self, prepared: confine.JailFolderDescriptors, fds: list[int]
     ) -> tuple[list[int], tuple[int, int]]:
         os.setsid()
         confinement, proc = self._walls.confinement, self._walls.proc
@@ -212,7 +212,7 @@ class Zygote(forkserver.ForkServer):
         process_setup.limit_open_files()
         return fds, memory
 
-    def remove_session_folder(self, prepared: confine.JailSessionDescriptors) -> None:
+    def remove_session_folder(self, prepared: confine.JailFolderDescriptors) -> None:
         prepared.drop_scratch()
 
     def handle(self, header: dict[str, Any], fds: list[int]) -> None:
@@ -229,7 +229,7 @@ class Zygote(forkserver.ForkServer):
         """Make a session's private folder read-only, because the session is about to fork."""
         prepared = self.children.get(pid)
         try:
-            if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
+            if isinstance(prepared, confine.JailFolderDescriptors) and prepared.scratch >= 0:
                 primitives.freeze_filesystem(prepared.scratch)
         except OSError as error:
             self.control.send({"op": "failed", "id": id, "message": str(error.strerror)})
@@ -241,7 +241,7 @@ class Zygote(forkserver.ForkServer):
         folder."""
         found = []
         for pid, prepared in self.children.items():
-            if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
+            if isinstance(prepared, confine.JailFolderDescriptors) and prepared.scratch >= 0:
                 space = os.fstatvfs(prepared.scratch)
                 found.append((pid, (space.f_blocks - space.f_bfree) * space.f_frsize))
         return found
@@ -261,7 +261,7 @@ def main(control_fd: int) -> None:
     """Run the zygote until the host is gone."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = forkserver.ForkServerHostChannel(socket.socket(fileno=control_fd))
+    control = forkserver.ForkServerEndpoint(socket.socket(fileno=control_fd))
     _use_wait(control.sock)
     config, _ = control.receive()
     try:

@@ -23,7 +23,7 @@ from urllib.parse import quote
 from ramify.errors import ConfigError, ModelError, SandboxError, Unreachable
 from ramify.http_client.http_transport import (
     HttpConnectionPool,
-    HttpExchange,
+    LiveHttpExchange,
     Method,
     route_to_socket,
 )
@@ -78,11 +78,11 @@ class DockerService:
         self._engine = engine
         self._spec = spec
 
-    async def start_in_new_box(self, command: list[str]) -> DockerContainer:
+    async def start_in_new_box(self, command: list[str]) -> DockerContainerStream:
         request = container_create_request(command, self._spec)
         id = await self._create(request)
         try:
-            running = DockerContainer(self._engine, id, await self._engine.attach(id))
+            running = DockerContainerStream(self._engine, id, await self._engine.attach(id))
         except BaseException:
             await _remove(self._engine, id)
             raise
@@ -128,11 +128,11 @@ class DockerService:
         """Do nothing, because this service holds no resources between sessions."""
 
 
-class DockerContainer:
+class DockerContainerStream:
     """A running Docker container that exchanges messages with the host over standard input and
     output.
 
-    Implements ``remote.ByteStream``.
+    Implements ``remote.CommandByteStream``.
     """
 
     def __init__(self, engine: DockerApiClient, id: str, attached: ContainerStdio) -> None:
@@ -297,7 +297,7 @@ class DockerApiClient:
         body: bytes = b"",
         *,
         upgrades: bool = False,
-    ) -> AsyncIterator[HttpExchange]:
+    ) -> AsyncIterator[LiveHttpExchange]:
         pool = HttpConnectionPool(max_body_bytes=_MAX_BODY_BYTES)
         route = route_to_socket(self._path, path, headers, method)
         try:

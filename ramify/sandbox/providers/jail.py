@@ -12,7 +12,7 @@ only if it was tested, never because of a version number. Forking sessions from 
 
     JailSandbox ──> zygote in its walls ─┬─fork─> confined session <──> GuestSessionProxy
               └───> template ────────────┴─fork─> confined session
-                                                      └─ fork request ──> ForkGate
+                                                      └─ fork request ──> ProcessCreationGate
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ keep the host busy."""
 _SLOWEST_S = 0.05
 
 
-class ForkGate:
+class ProcessCreationGate:
     """Decides whether a session and its branches may create processes.
 
     It refuses them, except for a single one after the host has requested a fork.

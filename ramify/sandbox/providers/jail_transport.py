@@ -26,9 +26,9 @@ from ramify.sandbox.host.process_transport import (
     ForkedSessionTransport,
     pid_of,
 )
-from ramify.sandbox.host.transport import SharedConnectionState
+from ramify.sandbox.host.transport import SharedConnectionBuffers
 from ramify.sandbox.providers.jail_fork_connections import JailForkInProgress
-from ramify.sandbox.providers.jail_limits import ForkGate, kill_strays
+from ramify.sandbox.providers.jail_limits import ProcessCreationGate, kill_strays
 
 _F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8
 _LATER_S = 0.5
@@ -46,11 +46,11 @@ class ForkableJailTransport(ForkedSessionTransport):
     def __init__(
         self,
         caps: SandboxCapabilities,
-        buffers: SharedConnectionState,
+        buffers: SharedConnectionBuffers,
         process: ForkedSessionHandles,
     ) -> None:
         super().__init__(caps, buffers, process)
-        self.listener: ForkGate | None = None
+        self.listener: ProcessCreationGate | None = None
         self.forking: JailForkInProgress | None = None
         self.add_exit_callback(self._on_session_end)
 
@@ -139,7 +139,7 @@ class JailTransport(ForkableJailTransport):
     def __init__(
         self,
         caps: SandboxCapabilities,
-        buffers: SharedConnectionState,
+        buffers: SharedConnectionBuffers,
         process: ForkedSessionHandles,
         counts: bool,
     ) -> None:
@@ -179,7 +179,7 @@ class JailTransport(ForkableJailTransport):
         ]
         asyncio.get_running_loop().remove_reader(self._sock.fileno())
         if data and len(fds) == 1:
-            self.listener = ForkGate(fds[0], counts=self._counts)
+            self.listener = ProcessCreationGate(fds[0], counts=self._counts)
             self.stream.start_reading(received, lost)
             return
         for fd in fds:
@@ -211,7 +211,7 @@ class JailBranchTransport(ForkableJailTransport, BranchSessionTransport):
 
     __slots__ = ("origin",)
 
-    def set_origin(self, listener: ForkGate, pid: int) -> None:
+    def set_origin(self, listener: ProcessCreationGate, pid: int) -> None:
         """Record which process this branch was forked from and which gate decides on its
         requests."""
         self.listener, self.origin = listener, pid

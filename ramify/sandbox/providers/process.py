@@ -42,7 +42,7 @@ from ramify.sandbox.host.process_transport import (
 )
 from ramify.sandbox.host.running_cell import limits_of
 from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
-from ramify.sandbox.host.transport import SharedConnectionState
+from ramify.sandbox.host.transport import SharedConnectionBuffers
 
 WARNING = (
     "sandbox 'process': code runs in a separate process, without the host's environment and with "
@@ -98,7 +98,7 @@ class ProcessSandbox:
         self._retired: list[ForkServerChannel] = []
         self._retiring: set[asyncio.Task[ForkServerChannel]] = set()
         """Start-up tasks of templates that are to be ended."""
-        self.buffers = SharedConnectionState()
+        self.buffers = SharedConnectionBuffers()
         self._is_closed = False
 
     async def open(

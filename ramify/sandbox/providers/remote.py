@@ -5,7 +5,8 @@ module defines how the guest's bytes and control messages share one stream. It a
 that carry only text, and streams on which other output (a greeting) comes first. Each service is a
 ``SandboxService`` of a few lines (see ``docker.py`` and ``extras/sandboxes/``).
 
-    GuestSessionProxy ─ RemoteTransport ─frames──> ByteStream ··> session_supervisor ─fork─> guest/
+    GuestSessionProxy ─ RemoteTransport ─frames─> CommandByteStream
+        ··> session_supervisor ─fork─> guest/
 
 A service sees base64 if its streams carry text ("text") or pass through a terminal ("terminal").
 """
@@ -125,7 +126,7 @@ class SupervisorMessage(msgspec.Struct):
 _decoder = msgspec.json.Decoder(SupervisorMessage)
 
 
-class ByteStream(Protocol):
+class CommandByteStream(Protocol):
     """The standard input and output of one command that a service has started."""
 
     async def send(self, data: bytes) -> None:
@@ -155,7 +156,7 @@ class SandboxService(Protocol):
     """Name for messages, such as ``docker``."""
     carries: Carries
 
-    async def start_in_new_box(self, command: list[str]) -> ByteStream:
+    async def start_in_new_box(self, command: list[str]) -> CommandByteStream:
         """Create a new box (a container or machine) and start a command in it."""
         ...
 
@@ -218,7 +219,7 @@ class RemoteSandbox:
             raise
         return session
 
-    async def _start(self) -> ByteStream:
+    async def _start(self) -> CommandByteStream:
         try:
             async with asyncio.timeout(PROVISION_S):
                 return await self._service.start_in_new_box(boot_command(self._service.carries))
@@ -252,7 +253,7 @@ class RemoteTransport:
     shared_buffers: HostGuestSharedMemory | None = None
 
     def __init__(
-        self, caps: SandboxCapabilities, stream: ByteStream, service: SandboxService
+        self, caps: SandboxCapabilities, stream: CommandByteStream, service: SandboxService
     ) -> None:
         self.caps = caps
         self._stream = stream
@@ -359,7 +360,7 @@ class RemoteTransport:
         finally:  # even if this task is cancelled: a box costs money
             await self._close_stream(stream)
 
-    async def _close_stream(self, stream: ByteStream) -> None:
+    async def _close_stream(self, stream: CommandByteStream) -> None:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await stream.close()
@@ -474,10 +475,10 @@ class _ClosedStream:
         pass
 
 
-class CallbackDataQueue:
+class CommandOutputQueue:
     """A queue of a remote command's output, which the SDK of the service delivers by callback.
 
-    ``ByteStream.receive`` of the service reads from it.
+    ``CommandByteStream.receive`` of the service reads from it.
     """
 
     def __init__(self) -> None:

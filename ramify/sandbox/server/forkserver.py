@@ -125,7 +125,7 @@ BRANCH = False
 """Marks a branch, which a session forked itself; the server prepared nothing for it."""
 
 
-class ForkServerHostChannel:
+class ForkServerEndpoint:
     """The fork server's connection to the host, which carries messages and file descriptors.
 
     It trusts the host and may block.
@@ -171,14 +171,14 @@ class ForkServer:
     server, too.
     """
 
-    def __init__(self, control: ForkServerHostChannel, config: dict[str, Any]) -> None:
+    def __init__(self, control: ForkServerEndpoint, config: dict[str, Any]) -> None:
         self.control = control
         self.config = config
         self._context: Any = None
         self._has_context = False
         self.apart: Any = None
-        """In a jail, the ``branches.JailForkHooks``. Otherwise None, and the host sends a branch's
-        descriptors with its fork request."""
+        """In a jail, the ``branches.JailForkOperations``. Otherwise None, and the host sends a
+        branch's descriptors with its fork request."""
         self._guest: guest.SandboxGuest | None = None
         """The prepared guest of the next session whose descriptors have the usual numbers."""
         self._modules: dict[str, tuple[str, types.CodeType]] = {}
@@ -372,7 +372,7 @@ class ForkServer:
         reset_sigchld()
         tie_to_parent(self.pid)
         self.control.sock.close()
-        self.control = ForkServerHostChannel(socket.socket(fileno=control))
+        self.control = ForkServerEndpoint(socket.socket(fileno=control))
         self.children = {}
         try:
             files = self._map_files(num_files)
@@ -591,7 +591,7 @@ def main(control_fd: int) -> None:
     """Run the fork server until the host closes the connection."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = ForkServerHostChannel(socket.socket(fileno=control_fd))
+    control = ForkServerEndpoint(socket.socket(fileno=control_fd))
     config, _ = control.receive()
     try:
         preload(config["paths"], (*PRELOAD, *config["packages"]))

@@ -45,7 +45,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Price, Request
-from ramify.errors import RamifyError, Refused
+from ramify.errors import RamifyError, RequestRefusedError
 from ramify.tasks.base import DemonstrationPromptFormat, Item
 from ramify.tasks.ledger.ledger_rows import (
     COMBINED,
@@ -68,7 +68,7 @@ NAMES_OF = ("u", "l", "q")
 _RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 
-class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
+class LedgerMistakeRates(msgspec.Struct, frozen=True):
     """The frequencies with which a scripted demonstrator makes and repairs mistakes.
 
     Each value is the fraction of calls in which the demonstrator has that habit.
@@ -99,8 +99,8 @@ class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
     or takes the maximum if the sum is asked for."""
 
 
-EXPERT = LedgerDemonstratorHabits()
-NOISY = LedgerDemonstratorHabits(
+EXPERT = LedgerMistakeRates()
+NOISY = LedgerMistakeRates(
     looks=0.6,
     knows_header=0.0,
     mistakes=dict.fromkeys(KINDS, 0.5),
@@ -112,7 +112,7 @@ NOISY = LedgerDemonstratorHabits(
 )
 
 
-class LedgerCallInput(msgspec.Struct, frozen=True):
+class LedgerDemonstratorInput(msgspec.Struct, frozen=True):
     """What a scripted demonstrator knows about one call: the question and the document formats.
 
     It also knows the separator of the documents.
@@ -125,18 +125,22 @@ class LedgerCallInput(msgspec.Struct, frozen=True):
     first of ``formats``."""
 
 
-def root_call_input(item: Item) -> LedgerCallInput:
+def root_call_input(item: Item) -> LedgerDemonstratorInput:
     """Return what the demonstrator knows about the root call of a task item."""
     asked = LedgerQuestion.parse(item.question)
     assert asked is not None, item.question
     mark = item.metadata["mark"]
-    return LedgerCallInput(asked, tuple(document.format for document in documents_of(item)), mark)
+    return LedgerDemonstratorInput(
+        asked, tuple(document.format for document in documents_of(item)), mark
+    )
 
 
 class DemonstratorReplies:
     """Produces a scripted demonstrator's replies in one call, one after another."""
 
-    def __init__(self, scene: LedgerCallInput, habits: LedgerDemonstratorHabits, seed: str) -> None:
+    def __init__(
+        self, scene: LedgerDemonstratorInput, habits: LedgerMistakeRates, seed: str
+    ) -> None:
         """Prepare a demonstrator's replies in one call, given its habits and a random seed.
 
         All random choices depend only on ``seed``, so equal arguments give equal replies.
@@ -153,14 +157,14 @@ class DemonstratorReplies:
         self._replies = self._iter_codes()
 
     @property
-    def child_call_inputs(self) -> list[LedgerCallInput]:
+    def child_call_inputs(self) -> list[LedgerDemonstratorInput]:
         """What the demonstrator knows about each child call, in the order in which the calls are
         made."""
         scene = self._scene
         if self._strategy == "recurse" and self._mark == scene.mark:
-            return [LedgerCallInput(self._child_asked, (form,)) for form in scene.formats]
+            return [LedgerDemonstratorInput(self._child_asked, (form,)) for form in scene.formats]
         return (
-            [LedgerCallInput(self._child_asked, scene.formats)]
+            [LedgerDemonstratorInput(self._child_asked, scene.formats)]
             if self._strategy != "direct"
             else []
         )
@@ -286,9 +290,7 @@ class LedgerDemonstrator:
     window = 1 << 20
     price: Price | None = None
 
-    def __init__(
-        self, item: Item, habits: LedgerDemonstratorHabits = EXPERT, seed: int = 0
-    ) -> None:
+    def __init__(self, item: Item, habits: LedgerMistakeRates = EXPERT, seed: int = 0) -> None:
         self.name = "demonstrator:ledger"
         self._item = item
         self._habits = habits
@@ -303,7 +305,7 @@ class LedgerDemonstrator:
         try:
             code = call.reply(None if len(request.messages) == 1 else last.content)
         except StopIteration:
-            raise Refused(
+            raise RequestRefusedError(
                 f"{self.name}: call {request.affinity} has answered; it gives no further replies"
             ) from None
         return Reply(Message("assistant", code), Usage(len(last.content), len(code), calls=1))
@@ -343,7 +345,7 @@ class LedgerCallDemonstration(msgspec.Struct, frozen=True):
 
 
 def simulate_demonstration(
-    item: Item, habits: LedgerDemonstratorHabits, seed: int, texts: DemonstrationPromptFormat
+    item: Item, habits: LedgerMistakeRates, seed: int, texts: DemonstrationPromptFormat
 ) -> list[LedgerCallDemonstration]:
     """Play one item's demonstration without a session, and return each call's conversation.
 
@@ -354,7 +356,7 @@ def simulate_demonstration(
 
 def demonstrations(
     items: Iterable[Item],
-    habits: LedgerDemonstratorHabits,
+    habits: LedgerMistakeRates,
     seed: int,
     texts: DemonstrationPromptFormat,
 ) -> Iterator[list[LedgerCallDemonstration]]:
@@ -398,7 +400,7 @@ class _Play:
     def __init__(
         self,
         item: Item,
-        habits: LedgerDemonstratorHabits,
+        habits: LedgerMistakeRates,
         seed: int,
         texts: DemonstrationPromptFormat,
     ) -> None:
@@ -416,7 +418,9 @@ class _Play:
         self._play_call("0", root_call_input(self._item), self._item.question, self._item.context)
         return sorted(self._conversations, key=lambda each: each.call)
 
-    def _play_call(self, id: str, scene: LedgerCallInput, question: str, context: str) -> Any:
+    def _play_call(
+        self, id: str, scene: LedgerDemonstratorInput, question: str, context: str
+    ) -> Any:
         call = DemonstratorReplies(scene, self._habits, call_seed(self._item, self._seed, id))
         session = _Namespace(context, self._make_batched_query(id, call, context))
         messages = [Message("user", self._texts.first_message(question, context))]

@@ -34,10 +34,10 @@ import msgspec
 from ramify.errors import ConfigError, did_you_mean
 from ramify.sandbox.base import digest_of
 from ramify.tasks.base import (
+    DatasetTask,
     GeneratedSplit,
     Item,
     Score,
-    SimpleTask,
     TrajectoryRewardFunction,
     generated,
 )
@@ -232,7 +232,7 @@ def ledger(
     chars: int | None = None,
     long: float = 0.0,
     long_chars: tuple[int, int] = (10_000, 3_000_000),
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task of questions about generated ledgers, in one or several documents.
 
     Args:
@@ -278,7 +278,7 @@ def ledger(
     if "latest" in recipe.kinds and multi < 1:
         named = msgspec.structs.replace(recipe, kinds=("latest",), names=HELD_OUT_NAMES, multi=0.0)
         splits["test_names"] = GeneratedSplit(name, "test_names", named.make, seed)
-    return SimpleTask(name, splits, TrajectoryRewardFunction(score))
+    return DatasetTask(name, splits, TrajectoryRewardFunction(score))
 
 
 def _validate_kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:

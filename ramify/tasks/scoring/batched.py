@@ -3,8 +3,8 @@
     def shorter(completions, gold, **columns):           one list per column, all of equal length
         return [float(len(text) <= len(right)) for text, right in zip(completions, gold)]
 
-    SimpleTask("short", splits, BatchedReward(shorter))                 once per step
-    SimpleTask("short", splits, BatchedReward(shorter, max_batch=32, concurrency=8))
+    DatasetTask("short", splits, BatchedReward(shorter))                 once per step
+    DatasetTask("short", splits, BatchedReward(shorter, max_batch=32, concurrency=8))
 
 Without ``max_batch``, a training step calls the function once, with all its rollouts
 (``of_step``). With it, and wherever there are no steps (``ramify eval``, the check of a task),
@@ -37,7 +37,7 @@ class BatchedReward:
 
     Example:
         same = lambda completions, gold: [float(a == b) for a, b in zip(completions, gold)]
-        tasks.SimpleTask("copy", splits, tasks.BatchedReward(same))
+        tasks.DatasetTask("copy", splits, tasks.BatchedReward(same))
     """
 
     def __init__(

@@ -128,7 +128,7 @@ async def answer_host_call(name: str, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 HOST = """
-__all__ = ["host", "HostError", "last_output"]
+__all__ = ["host", "SessionHostCallError", "last_output"]
 def host(name, *args, **kwargs):
     return call_host(name, *args, **kwargs)
 """

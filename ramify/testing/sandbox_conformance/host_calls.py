@@ -151,7 +151,7 @@ def after_cell():
 @register_check("errors of the host are raised in the cell", "full_python")
 async def check_host_errors(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
-    code = "try:\n    host('fail')\nexcept HostError as e:\n    r = (e.kind, str(e), e.data)\nr"
+    code = "try:\n    host('fail')\nexcept SessionHostCallError as e:\n    r = (e.kind, str(e), e.data)\nr"
     caught, raised = await probe.cells(code, "\nhost('fail')", session=session)
     assert_same(
         caught.value,

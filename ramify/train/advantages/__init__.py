@@ -22,7 +22,7 @@ ALGORITHMS = PluginRegistry(
         "rloo": f"{_HERE}.group_estimators:RLOO",
         "maxrl": f"{_HERE}.group_estimators:MaxRL",
         "opo": f"{_HERE}.group_estimators:OPO",
-        "pass_at_k": f"{_HERE}.group_estimators:PassAtK",
+        "pass_at_k": f"{_HERE}.group_estimators:PassAtKEstimator",
         "gdpo": f"{_HERE}.gdpo:GDPO",
         "hierarchical": f"{_HERE}.group_estimators:Hierarchical",
         "reinforce_pp": f"{_HERE}.reinforce_pp:ReinforcePP",

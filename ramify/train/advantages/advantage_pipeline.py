@@ -29,18 +29,18 @@ from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.base import (
     AlgorithmNeeds,
+    OptimizerStepAdvantages,
     RolloutAdvantages,
     Stamps,
-    StepAdvantages,
     TokenCredit,
 )
 from ramify.train.advantages.credit_assignment import (
     CREDITS,
     CreditNode,
-    LengthPenaltyScale,
+    GroupLengthMaxima,
     Numbers,
     Overlong,
-    RolloutLength,
+    RolloutTokenCounts,
     compared_call_ids,
     ends_in_cut_reply,
     num_sampled_tokens,
@@ -75,7 +75,7 @@ _credit_of = functools.cache(CREDITS.resolve)
 """Resolves the name of a credit function. Called when the options are checked."""
 
 
-class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GroupAlgorithmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options shared by every RL algorithm that compares a rollout with a group: the other rollouts
     of the same task item."""
 
@@ -132,7 +132,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         _credit_of(self.credit)
-        mine, ours = type(self), GroupOptions
+        mine, ours = type(self), GroupAlgorithmOptions
         if (
             mine is not ours
             and mine.compare is ours.compare
@@ -170,7 +170,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         """Turn the rewards of a step's rollouts into an advantage and a loss weight for each token.
 
         The function named by the option ``credit`` chooses which calls of a group are compared, and
@@ -259,7 +259,7 @@ class StepAdvantageBuilder:
     """
 
     def __init__(
-        self, groups: Sequence[Group], weights: Mapping[str, float], options: GroupOptions
+        self, groups: Sequence[Group], weights: Mapping[str, float], options: GroupAlgorithmOptions
     ) -> None:
         """Compute the reward of each call in the rollout groups, including length penalties.
 
@@ -281,7 +281,7 @@ class StepAdvantageBuilder:
         gamma: float = 1.0,
         has_baseline: bool = True,
         rescale: Callable[[Sequence[Numbers]], Sequence[Numbers]] | None = None,
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         """Turn the advantages of calls into an advantage and a loss weight for each token.
 
         ``gamma`` is a discount per token: a token's advantage is the call's, times ``gamma`` for
@@ -335,7 +335,7 @@ class StepAdvantageBuilder:
             for index, rollout in enumerate(group)
         ]
         assigned = [rollout for rollout in assigned if rollout.credits]
-        return StepAdvantages(
+        return OptimizerStepAdvantages(
             assigned,
             {"rl": denominator},
             {**_metrics(self._given, rollouts, with_signal), "loss_rollout_tokens": divisor},
@@ -430,7 +430,7 @@ def _short_name(id: str) -> str:
 
 
 def _score_group(
-    group: Group, task_weights: Mapping[str, float], options: GroupOptions
+    group: Group, task_weights: Mapping[str, float], options: GroupAlgorithmOptions
 ) -> ScoredRolloutGroup:
     """Return the usable rollouts of ``group`` and the rewards by which they are compared.
 
@@ -453,14 +453,14 @@ def _score_group(
 
 
 def _for_length(
-    rewards: list[float], lengths: Sequence[RolloutLength], options: GroupOptions
+    rewards: list[float], lengths: Sequence[RolloutTokenCounts], options: GroupAlgorithmOptions
 ) -> list[float]:
     """Return ``rewards`` after the length penalties that the options request.
 
     These are the length penalty and the soft overlong penalty.
     """
     if options.length_weight and lengths:
-        longest = LengthPenaltyScale(
+        longest = GroupLengthMaxima(
             *(max(1, *(length[index] for length in lengths)) for index in range(3))
         )
         rewards = subtract_length_penalty(rewards, lengths, longest, options.length_weight)
@@ -473,7 +473,7 @@ def _for_length(
     return rewards
 
 
-def _is_trained(call: Call, options: GroupOptions) -> bool:
+def _is_trained(call: Call, options: GroupAlgorithmOptions) -> bool:
     if call.kind == "judge":
         return False
     if call.parent is None:  # the root, even if it is a single plain call
@@ -481,7 +481,7 @@ def _is_trained(call: Call, options: GroupOptions) -> bool:
     return options.children if call.kind == "rlm" else options.llm_calls
 
 
-def _loss_token_counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
+def _loss_token_counts(rollout: _Rollout, options: GroupAlgorithmOptions) -> dict[str, float]:
     """Return how many tokens of each call may carry loss, by call id.
 
     If turns have separate weights, each token counts with its turn's weight.

@@ -2,7 +2,7 @@
 
 They turn groups of scored rollouts into per-token advantages and loss weights.
 
-    [Group] ── algorithm.assign_advantages(groups, task weights) ──> StepAdvantages
+    [Group] ── algorithm.assign_advantages(groups, task weights) ──> OptimizerStepAdvantages
                                                    [RolloutAdvantages], denominators, metrics
 
 An algorithm is a small frozen struct in its own file; its fields are its options. It receives all
@@ -12,7 +12,7 @@ rollout for each group, or per-token numbers that only the trainer can compute. 
 state from step to step (``memory``):
 
     [TokenSequence] with those streams ── algorithm.finish(rows) ──> advantages for the whole step
-    algorithm with memory=… ── assign_advantages ──> StepAdvantages.memory
+    algorithm with memory=… ── assign_advantages ──> OptimizerStepAdvantages.memory
                                         saved in the checkpoint and passed to the next step
 """
 
@@ -80,7 +80,7 @@ class RolloutAdvantages(msgspec.Struct):
     credits: Stamps
 
 
-class StepAdvantages(msgspec.Struct):
+class OptimizerStepAdvantages(msgspec.Struct):
     """The advantages and loss weights that an algorithm computes for all rollouts of one optimizer
     step.
 
@@ -134,7 +134,7 @@ class Algorithm(Protocol):
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         """Assign advantages and loss weights to the sampled tokens of one optimizer step.
 
         ``weights`` are the task's weights of its named rewards. If ``every_token`` is set, tokens

@@ -28,9 +28,9 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import (
     Algorithm,
     AlgorithmNeeds,
+    OptimizerStepAdvantages,
     RolloutAdvantages,
     Stamps,
-    StepAdvantages,
     TokenCredit,
     fill_missing_streams,
     finish_advantages,
@@ -153,7 +153,7 @@ class PerTaskAlgorithm(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         by_part: dict[str, list[Group]] = defaultdict(list)
         for group in groups:
             by_part[item_part_name(group.task)].append(group)
@@ -172,7 +172,7 @@ class PerTaskAlgorithm(
         rollouts = [scaled[id] for id in order if id in scaled]
         fill_missing_streams(rollouts)
         reasons = [f"{part}: {step.no_signal}" for part, step in steps.items()]
-        return StepAdvantages(
+        return OptimizerStepAdvantages(
             rollouts,
             {name: 1.0 for step in steps.values() for name in step.denominators},
             _combine_metrics(steps, by_part),
@@ -200,7 +200,7 @@ class PerTaskAlgorithm(
         means = _means(found, {part: len(own) for part, own in by_part.items()})
         return means | _by_name(found)
 
-    def _num_learnt(self, part: str, groups: Sequence[Group], step: StepAdvantages) -> int:
+    def _num_learnt(self, part: str, groups: Sequence[Group], step: OptimizerStepAdvantages) -> int:
         """Return how many groups of one task in the mixture contribute to the loss.
 
         These are the groups with a signal, or all groups if the task's algorithm keeps groups
@@ -241,7 +241,7 @@ def _scale_weights(
 
 
 def _combine_metrics(
-    steps: Mapping[str, StepAdvantages], by_part: Mapping[str, Sequence[Group]]
+    steps: Mapping[str, OptimizerStepAdvantages], by_part: Mapping[str, Sequence[Group]]
 ) -> dict[str, float]:
     """Combine the metrics of all tasks: sum the counts, and average other metrics over rollouts.
 

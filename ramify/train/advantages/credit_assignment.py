@@ -420,7 +420,7 @@ def _single_tree(tree: Tree, gamma: float, key: Callable[[CreditNode], Hashable]
 Overlong = Literal["punish", "mask"]
 
 
-class RolloutLength(NamedTuple):
+class RolloutTokenCounts(NamedTuple):
     """The length of one rollout, in tokens and turns."""
 
     output: int
@@ -430,7 +430,7 @@ class RolloutLength(NamedTuple):
     turns: int
 
 
-class LengthPenaltyScale(NamedTuple):
+class GroupLengthMaxima(NamedTuple):
     """The maximum numbers of sampled tokens, prompt tokens and turns in a group.
 
     The length penalty measures each rollout relative to them.
@@ -457,8 +457,8 @@ def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
 
 def subtract_length_penalty(
     rewards: Sequence[float],
-    lengths: Sequence[RolloutLength],
-    most: LengthPenaltyScale,
+    lengths: Sequence[RolloutTokenCounts],
+    most: GroupLengthMaxima,
     weight: float,
 ) -> list[float]:
     """Subtract a length penalty from the rewards of one group's rollouts, and return the results.
@@ -597,9 +597,9 @@ def ends_in_cut_reply(call: Call) -> bool:
     return bool(call.turns) and call.turns[-1].reply.finish == "length" and not by_limit
 
 
-def token_and_turn_counts(trajectory: Trajectory) -> RolloutLength:
+def token_and_turn_counts(trajectory: Trajectory) -> RolloutTokenCounts:
     """Count the sampled tokens, the prompt tokens and the turns of the whole call tree."""
     turns = [turn for call in trajectory.calls for turn in call.turns]
     num_input = sum(len(turn.reply.prompt_ids or ()) for turn in turns)
     num_output = sum(len(turn.reply.token_ids or ()) for turn in turns)
-    return RolloutLength(num_output, num_input, len(turns))
+    return RolloutTokenCounts(num_output, num_input, len(turns))

@@ -32,7 +32,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.tasks.base import total
 from ramify.train.advantages.advantage_pipeline import StepAdvantageBuilder, TurnCredit, TurnCredits
-from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages
+from ramify.train.advantages.base import AlgorithmNeeds, OptimizerStepAdvantages
 from ramify.train.advantages.credit_assignment import (
     CreditNode,
     Numbers,
@@ -83,7 +83,7 @@ class TurnAdvantageEstimator(RLOO, frozen=True, kw_only=True):
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         step = StepAdvantageBuilder(groups, weights, self)
         for scored in step.groups:
             found = self.root_turn_advantages(scored.group, weights)

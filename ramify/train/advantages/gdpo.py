@@ -16,7 +16,7 @@ from typing import Literal
 from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.advantage_pipeline import StepAdvantageBuilder
-from ramify.train.advantages.base import StepAdvantages
+from ramify.train.advantages.base import OptimizerStepAdvantages
 from ramify.train.advantages.credit_assignment import CREDITS, Numbers, tree_of
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.types.training_sequences import TokenSequence
@@ -48,7 +48,7 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         step = StepAdvantageBuilder(groups, weights, self)
         credit = CREDITS.resolve(self.credit)
         for scored in step.groups:

@@ -9,9 +9,10 @@ They differ only in the formula of their method ``compare``.
 
 The stack of a call of ``compare``, from the step's groups down:
 
-    GroupOptions.assign_advantages   rewards before it, weights of tokens after it
-    per_role, or another credit      which calls are attempts at the same (credit_assignment.py)
-    DrGRPO.compare                   here
+    GroupAlgorithmOptions.assign_advantages  rewards before it, weights of tokens after it
+    per_role, or another credit              which calls are attempts at the same
+                                             (credit_assignment.py)
+    DrGRPO.compare                           here
 
 A single attempt cannot be compared with others, so its advantage
 is 0 (two public implementations return the raw reward). Estimators with state, a critic or a
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ramify.train.advantages import token_arithmetic as row_math
-from ramify.train.advantages.advantage_pipeline import EPSILON, GroupOptions
+from ramify.train.advantages.advantage_pipeline import EPSILON, GroupAlgorithmOptions
 from ramify.train.advantages.credit_assignment import Overlong
 from ramify.train.advantages.token_loss_weights import Reduction
 from ramify.types.training_sequences import TokenSequence, rollout_of
@@ -42,7 +43,7 @@ def subtract_mean(returns: Sequence[float]) -> list[float]:
     return [value - centre for value in returns]
 
 
-class DrGRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="dr_grpo"):
+class DrGRPO(GroupAlgorithmOptions, frozen=True, kw_only=True, tag_field="name", tag="dr_grpo"):
     """Dr.GRPO (2503.20783), the default estimator: the advantage is a rollout's reward minus the
     mean of its group, without division by the standard deviation.
 
@@ -54,7 +55,7 @@ class DrGRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="dr_
         return subtract_mean(returns)
 
 
-class GRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"):
+class GRPO(GroupAlgorithmOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"):
     """GRPO (2402.03300): the advantage is a rollout's reward minus the mean of its group, divided
     by the group's standard deviation.
 
@@ -91,7 +92,7 @@ class DAPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="dapo"):
     overlong: Overlong = "mask"
 
 
-class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"):
+class RLOO(GroupAlgorithmOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"):
     """RLOO (2402.14740): the advantage is a rollout's reward minus the mean of the other rollouts
     of its group.
 
@@ -139,7 +140,7 @@ class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"
         return {"reward_kl": total / num if num else 0.0}
 
 
-class MaxRL(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="maxrl"):
+class MaxRL(GroupAlgorithmOptions, frozen=True, kw_only=True, tag_field="name", tag="maxrl"):
     """MaxRL (2602.02710): the advantage is a rollout's reward minus the mean of its group, divided
     by that mean.
 
@@ -156,7 +157,7 @@ class MaxRL(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="maxr
         return [value / shift if centre > 0 else 0.0 for value in subtract_mean(returns)]
 
 
-class OPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):
+class OPO(GroupAlgorithmOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):
     """OPO (2505.23585): the advantage is a rollout's reward minus the length-weighted mean reward
     of its group.
 
@@ -175,7 +176,9 @@ class OPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):
         return [value - centre for value in returns]
 
 
-class PassAtK(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="pass_at_k"):
+class PassAtKEstimator(
+    GroupAlgorithmOptions, frozen=True, kw_only=True, tag_field="name", tag="pass_at_k"
+):
     """GRPO for pass@k: only a group's best rollout gets an advantage, its margin over the second
     best divided by the group's standard deviation.
 

@@ -27,15 +27,20 @@ import numpy as np
 
 from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
-from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
-from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages, TokenCredit
+from ramify.train.advantages.advantage_pipeline import GroupAlgorithmOptions, StepAdvantageBuilder
+from ramify.train.advantages.base import AlgorithmNeeds, OptimizerStepAdvantages, TokenCredit
 from ramify.train.advantages.credit_assignment import inherited_returns
 from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group
 
 
 class PPO(
-    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
+    GroupAlgorithmOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="ppo",
 ):
     """The PPO estimator: advantages are computed by generalised advantage estimation from the
     values of a critic.
@@ -69,7 +74,7 @@ class PPO(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         returns_by_call: dict[tuple[str, str], float] = {}
         # ``finish`` normalises, once advantages exist.
         step = StepAdvantageBuilder(groups, weights, msgspec.structs.replace(self, normalise=False))

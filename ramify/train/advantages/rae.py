@@ -20,14 +20,19 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
-from ramify.train.advantages.base import StepAdvantages
+from ramify.train.advantages.advantage_pipeline import GroupAlgorithmOptions, StepAdvantageBuilder
+from ramify.train.advantages.base import OptimizerStepAdvantages
 from ramify.train.advantages.credit_assignment import CreditNode, Numbers, inherited_returns
 from ramify.types.trajectory import Group
 
 
 class RAE(
-    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rae"
+    GroupAlgorithmOptions,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="name",
+    tag="rae",
 ):
     """Role-conditioned advantage estimation: the advantage of a call is its return minus a running
     mean of the returns of calls with the same role.
@@ -56,7 +61,7 @@ class RAE(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         means = dict(self.memory)
         returns_by_role: dict[str, list[float]] = defaultdict(list)
         step = StepAdvantageBuilder(groups, weights, self)

@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 
 from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
-from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
-from ramify.train.advantages.base import StepAdvantages
+from ramify.train.advantages.advantage_pipeline import GroupAlgorithmOptions, StepAdvantageBuilder
+from ramify.train.advantages.base import OptimizerStepAdvantages
 from ramify.train.advantages.credit_assignment import inherited_returns
 from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group
 
 
 class ReinforcePP(
-    GroupOptions,
+    GroupAlgorithmOptions,
     frozen=True,
     forbid_unknown_fields=True,
     kw_only=True,
@@ -47,7 +47,7 @@ class ReinforcePP(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         step = StepAdvantageBuilder(groups, weights, self)
         for group in step.groups:
             group.advantages = [inherited_returns(tree, self.gamma_tree) for tree in group.trees]

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
-from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages
+from ramify.train.advantages.advantage_pipeline import GroupAlgorithmOptions, StepAdvantageBuilder
+from ramify.train.advantages.base import AlgorithmNeeds, OptimizerStepAdvantages
 from ramify.train.advantages.credit_assignment import CreditNode, tree_of, why_unscored
 from ramify.types.trajectory import Group
 
 
 class ReMax(
-    GroupOptions,
+    GroupAlgorithmOptions,
     frozen=True,
     forbid_unknown_fields=True,
     kw_only=True,
@@ -46,7 +46,7 @@ class ReMax(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         step = StepAdvantageBuilder(
             [each for each in groups if not _why_unusable(each)], weights, self
         )

@@ -16,7 +16,12 @@ from typing import ClassVar
 import msgspec
 
 from ramify.tasks.base import total
-from ramify.train.advantages.base import RolloutAdvantages, Stamps, StepAdvantages, TokenCredit
+from ramify.train.advantages.base import (
+    OptimizerStepAdvantages,
+    RolloutAdvantages,
+    Stamps,
+    TokenCredit,
+)
 from ramify.train.advantages.token_loss_weights import Reduction, Share
 from ramify.train.advantages.token_loss_weights import weights as token_weights
 from ramify.types.trajectory import Call, Group, Trajectory
@@ -66,7 +71,7 @@ class SFT(
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         kept = [
             [trajectory for trajectory in group.trajectories if self._is_good(trajectory, weights)]
             for group in groups
@@ -92,7 +97,7 @@ class SFT(
         ]:
             metrics["reward"] = sum(returns) / len(returns)
         no_signal = "" if rollouts else self._why_none(groups, weights)
-        return StepAdvantages(rollouts, {"ce": denominator}, metrics, no_signal)
+        return OptimizerStepAdvantages(rollouts, {"ce": denominator}, metrics, no_signal)
 
     def _why_none(self, groups: Sequence[Group], weights: Mapping[str, float]) -> str:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]

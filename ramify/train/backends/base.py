@@ -37,11 +37,11 @@ BACKENDS = PluginRegistry(
     "backend",
     "ramify.backends",
     {
-        "single": "ramify.train.backends.trained_model:LocalTrainedModel",
-        "fsdp": "ramify.train.backends.fsdp:FsdpTrainedModel",
+        "single": "ramify.train.backends.trained_model:InProcessTrainedModel",
+        "fsdp": "ramify.train.backends.fsdp:ShardedTrainedModel",
     },
 )
-"""Map the name of each training backend to the class that implements ``TrainedModel``."""
+"""Map the name of each training backend to the class that implements ``TrainableModel``."""
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -123,7 +123,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return self.peak_lr * (self.final_fraction + (1 - self.final_fraction) * left)
 
 
-class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FsdpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options for sharding a model over several processes (ranks) with the ``fsdp`` backend.
 
     Sharding changes the loss only by rounding.
@@ -186,7 +186,7 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return DeviceMeshSizes.from_rank_count(num_ranks, self.replicas, self.tensor, self.experts)
 
 
-class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TrainerComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options for how the trainer computes, such as precision and batch size.
 
     They affect speed and memory, and change the loss only by rounding.
@@ -194,7 +194,7 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     backend: str = "single"
     """Name of a training backend in ``BACKENDS``, or ``module:attribute``."""
-    shard: ShardSpec = ShardSpec()
+    shard: FsdpSpec = FsdpSpec()
     """Options of the ``fsdp`` backend."""
     max_tokens: int | None = None
     """Maximum number of tokens per batch; larger trees are cut. None: as many as fit into 4 GiB of
@@ -260,7 +260,7 @@ class ReferenceModel(Protocol):
         ...
 
 
-class TrainedModel(Protocol):
+class TrainableModel(Protocol):
     """The interface of the model that a run trains.
 
     One object serves all stages of the run, whether the weights are in this process or sharded over
@@ -414,7 +414,9 @@ class Backend(Protocol):
         ...
 
 
-def resolve_precision(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
+def resolve_precision(
+    compute: TrainerComputeSpec, dtype: torch.dtype, device: str
+) -> TrainerComputeSpec:
     """Replace ``precision="auto"`` in ``compute`` with bf16 or fp32.
 
     It is bf16 if the policy was loaded in a 16-bit ``dtype`` and the device supports bf16.

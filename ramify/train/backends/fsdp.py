@@ -26,7 +26,7 @@ from ramify.models.load import Policy, default_dtype
 from ramify.models.stored_weights import stored_tensors
 from ramify.models.weights import check_weights
 from ramify.train.backends import launch
-from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, resolve_precision
+from ramify.train.backends.base import Backend, OptimizerSpec, TrainerComputeSpec, resolve_precision
 from ramify.train.backends.fsdp_model import (
     FsdpBackend,
     FsdpModel,
@@ -46,7 +46,7 @@ class FsdpRanks:
 
     def __init__(
         self,
-        compute: ComputeSpec,
+        compute: TrainerComputeSpec,
         device: str = "cpu",
         *,
         dumps: Path | None = None,
@@ -80,7 +80,7 @@ class FsdpRanks:
         config: Any,
         source: Source,
         lora: AdapterSpec | None = None,
-        compute: ComputeSpec | None = None,
+        compute: TrainerComputeSpec | None = None,
         *,
         critic: bool = False,
         holds_base: bool = False,
@@ -106,7 +106,7 @@ class FsdpRanks:
         self._end()
 
 
-class FsdpTrainedModel:
+class ShardedTrainedModel:
     """The model that a run trains, sharded over several processes (ranks).
 
     The policy object in this process is a separate copy for the inference engine. It gets new
@@ -118,7 +118,7 @@ class FsdpTrainedModel:
     def __init__(
         self,
         policy: Policy,
-        compute: ComputeSpec,
+        compute: TrainerComputeSpec,
         dumps: Path,
         *,
         lora: AdapterSpec | None = None,
@@ -146,7 +146,7 @@ class FsdpTrainedModel:
         self._backend: FsdpBackend | None = None
 
     @staticmethod
-    def check(compute: ComputeSpec, device: str, *, elsewhere: bool = False) -> None:
+    def check(compute: TrainerComputeSpec, device: str, *, elsewhere: bool = False) -> None:
         """Raise ConfigError if the ranks cannot be started.
 
         Pass ``elsewhere=True`` if some ranks run on other machines.
@@ -156,7 +156,7 @@ class FsdpTrainedModel:
     @staticmethod
     def check_model(
         config: Any,
-        compute: ComputeSpec,
+        compute: TrainerComputeSpec,
         device: str,
         lora: AdapterSpec | None,
         optims: Many[OptimizerSpec],

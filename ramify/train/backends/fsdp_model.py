@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from ramify.actors.rank_group import RankGroup
 from ramify.errors import ConfigError
-from ramify.inference.weight_sync.base import LazyFrozenWeight, LoraMatrix
+from ramify.inference.weight_sync.base import LazyFrozenWeight, LoraAdaptedMatrix
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
 from ramify.models.weights import check_weights
 from ramify.train.backends import launch, sharded_checkpoint, sharded_lora
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.mesh import DeviceMeshSizes
 from ramify.train.backends.meta_model import build_meta_model
 from ramify.train.backends.rank import (
@@ -61,7 +61,7 @@ Source = Union[Path, Mapping[str, Tensor], "FsdpModel"]
 another model over the same mesh."""
 
 
-def check_optimizer(optim: OptimizerSpec, shard: ShardSpec) -> None:
+def check_optimizer(optim: OptimizerSpec, shard: FsdpSpec) -> None:
     """Raise ConfigError if the optimizer cannot update a model sharded according to ``shard``.
 
     Muon does not work with tensor parallelism.
@@ -264,7 +264,7 @@ class FsdpModelSpec(NamedTuple):
     config: Any
     source: Source
     lora: AdapterSpec | None
-    compute: ComputeSpec
+    compute: TrainerComputeSpec
     critic: bool
     holds_base: bool
 
@@ -281,7 +281,7 @@ class FsdpModel:
         config, source, lora, compute, critic, holds_base = parts
         self.rank_group: RankGroup = ranks.rank_group
         self.own: Any = ranks.rank
-        """The ``RankModelShards`` of this process."""
+        """The ``RankModelWorker`` of this process."""
         self.key = key
         self.config = config
         self.lora = lora
@@ -448,7 +448,7 @@ class FsdpModel:
         ((_, tensor),) = self._gather_tensors([name])
         return tensor
 
-    def _with_adapter(self, name: str) -> LoraMatrix:
+    def _with_adapter(self, name: str) -> LoraAdaptedMatrix:
         assert self.lora is not None
 
         def pair() -> tuple[Tensor, Tensor]:
@@ -456,7 +456,7 @@ class FsdpModel:
             return a, b
 
         scale = self.lora.alpha / self.lora.rank
-        return LoraMatrix(partial(self._base_weight, name), pair, scale, torch.float32)
+        return LoraAdaptedMatrix(partial(self._base_weight, name), pair, scale, torch.float32)
 
     def _base_weight(self, name: str) -> Tensor:
         """Return the weight ``name`` of the model without its adapters."""

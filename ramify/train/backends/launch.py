@@ -34,14 +34,14 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import msgspec
 
 from ramify.actors.child_process import ChildProcess, ProcessHandle, pythonpath_environment
-from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket, read_ticket
+from ramify.actors.connect_back import ConnectBackListener, WorkerConnectInfo, read_ticket
 from ramify.actors.launcher import STOPPED_S, Launcher, RoleInstanceId
 from ramify.actors.rank_group_authentication import AuthenticatedGroupFactory
 from ramify.actors.run_channel import LOOPBACK, AuthenticatedChannel, connect
 from ramify.errors import ConfigError, TrainError
 from ramify.logging import ComponentLogger, join_parent_run_log
-from ramify.train.backends.base import ShardSpec
-from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunRendezvous
+from ramify.train.backends.base import FsdpSpec
+from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunAddressExchange
 
 _POLL_S = 0.05
 _START_S = 120.0
@@ -89,10 +89,10 @@ def is_restarted() -> bool:
     world = RankInfo.of_environment()
     if world is None or world.rank:
         return False
-    return TorchrunRendezvous(world).has_earlier_attempt()
+    return TorchrunAddressExchange(world).has_earlier_attempt()
 
 
-def num_ranks(shard: ShardSpec, device: str) -> int:
+def num_ranks(shard: FsdpSpec, device: str) -> int:
     """Return the number of ranks of a run on this machine.
 
     It is the configured number, or else the size of the torchrun group, or else one per GPU, or one
@@ -105,7 +105,7 @@ def num_ranks(shard: ShardSpec, device: str) -> int:
     return shard.ranks or (world.size if world is not None else max(1, num_gpus))
 
 
-def check_ranks(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
+def check_ranks(shard: FsdpSpec, device: str, *, elsewhere: bool = False) -> int:
     """Check that the configured ranks can be started, and count them.
 
     Returns the number of ranks. ``elsewhere`` means that some ranks run on other machines, so that
@@ -152,7 +152,7 @@ def check_ranks(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> in
     if world is None:
         _check_port(shard.port)
     else:
-        TorchrunRendezvous(world)
+        TorchrunAddressExchange(world)
     return size
 
 
@@ -162,7 +162,7 @@ class JoinedRanks(NamedTuple):
     rank_group: Any
     """A ``RankGroup``, through which rank 0 calls the other ranks."""
     rank: Any
-    """The ``RankModelShards`` of this process, rank 0."""
+    """The ``RankModelWorker`` of this process, rank 0."""
     close: Callable[[], None]
     """Free the resources of the ranks' rendezvous: the key-value store and, with torchrun, the
     published address.
@@ -186,7 +186,7 @@ def _kill_on_failure(processes: Sequence[ProcessHandle]) -> Iterator[None]:
 
 
 def start_ranks(
-    shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = None
+    shard: FsdpSpec, device: str, stacks: Path, hosts: Launcher | None = None
 ) -> JoinedRanks:
     """Start the other ranks on ``hosts`` or on this machine, or connect to the ones that torchrun
     started.
@@ -197,20 +197,20 @@ def start_ranks(
     from ramify.actors.rank_group import RankGroup
     from ramify.actors.rank_key_value_store import KeyValueStoreServer
     from ramify.actors.rank_monitor import RankConnection, RankProgress
-    from ramify.train.backends.rank import RankModelShards
+    from ramify.train.backends.rank import RankModelWorker
 
     size = check_ranks(shard, device, elsewhere=hosts is not None)
     world = RankInfo.of_environment()
     pulse = RankProgress()
     processes: list[ProcessHandle] = []
-    meeting: TorchrunRendezvous | None = None
+    meeting: TorchrunAddressExchange | None = None
     with _kill_on_failure(processes):
         if world is None:
             address = LOOPBACK if hosts is None else hosts.address
             is_local = address == LOOPBACK
             listener = ConnectBackListener(address, shard.port or 0)
         else:
-            meeting = TorchrunRendezvous(world)
+            meeting = TorchrunAddressExchange(world)
             is_local, listener = world.is_local, meeting.listen()
         with listener:
             for other in range(1, size) if world is None else ():
@@ -229,7 +229,7 @@ def start_ranks(
         members = AuthenticatedGroupFactory(listener.key, is_local)
         local_rank = 0 if world is None else world.local_rank
         _join_process_group(store.store, 0, settings, members, local_rank)
-        own = RankModelShards(0, size, _device(device, local_rank), shard.timeout_s, pulse, members)
+        own = RankModelWorker(0, size, _device(device, local_rank), shard.timeout_s, pulse, members)
     mesh = shard.mesh(size)
     connections = [
         RankConnection(
@@ -280,8 +280,8 @@ def serve_follower_rank(world: RankInfo) -> NoReturn:
     It executes the commands of rank 0 until rank 0 ends, and then exits. Raises TrainError if rank
     0 cannot be reached in time.
     """
-    meeting = TorchrunRendezvous(world)
-    until = time.monotonic() + _torch_timeout(ShardSpec().timeout_s)
+    meeting = TorchrunAddressExchange(world)
+    until = time.monotonic() + _torch_timeout(FsdpSpec().timeout_s)
     while True:
         ticket = meeting.find_rank_zero_address()
         try:
@@ -306,7 +306,7 @@ def _run_follower(
     from ramify.actors.rank_group import serve_rank_zero
     from ramify.actors.rank_key_value_store import KeyValueStoreClient
     from ramify.actors.rank_monitor import RankProgress
-    from ramify.train.backends.rank import RankModelShards
+    from ramify.train.backends.rank import RankModelWorker
 
     settings: RankSettings = channels["talk"].receive(RankSettings)
     local_rank = settings.local_rank if local_rank is None else local_rank
@@ -316,7 +316,7 @@ def _run_follower(
     _join_process_group(store, rank, settings, members, local_rank)
     pulse = RankProgress()
     device, timeout_s = _device(settings.device, local_rank), settings.timeout_s
-    own = RankModelShards(rank, settings.size, device, timeout_s, pulse, members)
+    own = RankModelWorker(rank, settings.size, device, timeout_s, pulse, members)
     _log.info("rank_ready", f"rank {rank} of {settings.size} is ready", rank=rank)
     serve_rank_zero(own, pulse, channels["talk"], channels["watch"], rank, timeout_s)
     own.wait()
@@ -405,7 +405,7 @@ def _accept_ranks(
     return joined
 
 
-def _open_channels(ticket: ConnectBackTicket, rank: int) -> dict[str, AuthenticatedChannel]:
+def _open_channels(ticket: WorkerConnectInfo, rank: int) -> dict[str, AuthenticatedChannel]:
     """Open this rank's three connections to rank 0, and return them by kind."""
     place = f"process {os.getpid()} on {socket.gethostname()}"
     kinds: tuple[Literal["talk", "watch", "store"], ...] = ("talk", "watch", "store")

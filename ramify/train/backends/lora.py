@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ramify.errors import ConfigError
-from ramify.inference.weight_sync.base import LoraMatrix, merge_adapter
+from ramify.inference.weight_sync.base import LoraAdaptedMatrix, merge_adapter
 
 _ORIGINAL = "parametrizations.weight.original"
 
@@ -100,7 +100,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def base_tensors_and_adapters(
     model: nn.Module,
-) -> Iterator[tuple[str, Tensor, LoraMatrix | None]]:
+) -> Iterator[tuple[str, Tensor, LoraAdaptedMatrix | None]]:
     """Yield each weight's name, base tensor, and a function that merges in its adapter.
 
     The function is None for a weight without an adapter.
@@ -117,10 +117,10 @@ def base_tensors_and_adapters(
             )
 
 
-def _adapted_matrix(linear: nn.Module, base: Tensor) -> LoraMatrix:
+def _adapted_matrix(linear: nn.Module, base: Tensor) -> LoraAdaptedMatrix:
     (adapter,) = cast(nn.ModuleDict, linear.parametrizations)["weight"].children()
     assert isinstance(adapter, LoraParametrization)
-    return LoraMatrix(
+    return LoraAdaptedMatrix(
         base.detach,
         lambda: (adapter.A.detach(), adapter.B.detach()),
         adapter.scale,

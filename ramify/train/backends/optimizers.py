@@ -1,7 +1,7 @@
 """Update the weights of a model with AdamW or Muon.
 
-The optimizers access the weights through a ``ShardedWeights``, which hides whether one device or
-several ranks hold them. The version for several ranks is in ``sharding.py``.
+The optimizers access the weights through a ``OptimizerWeightAccess``, which hides whether one
+device or several ranks hold them. The version for several ranks is in ``sharding.py``.
 
 Which parameters each optimizer updates:
 
@@ -180,7 +180,7 @@ def orthogonalize(matrices_nRC: Tensor) -> Tensor:
 T = TypeVar("T")
 
 
-class ShardedWeights(Protocol):
+class OptimizerWeightAccess(Protocol):
     """The interface through which an optimizer accesses a model's weights on one rank.
 
     The rank may hold only a shard of them.

@@ -38,7 +38,7 @@ from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
 from ramify.train.backends import sharded_checkpoint, sharded_lora
 from ramify.train.backends.activation_memory import max_tokens_in_memory
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.meta_model import build_meta_model
 from ramify.train.backends.sharded_lora import AdapterSpec
 from ramify.train.backends.sharding import FsdpWeightSharding
@@ -92,7 +92,7 @@ class ShardedModelSpec(NamedTuple):
     """
 
     config: ModelConfigText
-    compute: ComputeSpec
+    compute: TrainerComputeSpec
     folder: str
     """Folder from which each rank reads its shard. If it is empty, rank 0 sends the weights with
     ``store_weight_shards``."""
@@ -134,7 +134,7 @@ class _Model:
         return self.single
 
 
-class RankModelShards:
+class RankModelWorker:
     """One rank's shards of all models of a training run, by model name.
 
     Rank 0 calls the methods of this class on all ranks.
@@ -272,7 +272,7 @@ class RankModelShards:
         made = self._models[key]
         compute = made.making.compute
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
-        plain = ComputeSpec(
+        plain = TrainerComputeSpec(
             max_tokens=compute.max_tokens
             or max_tokens_in_memory(
                 made.policy.config, self.device, compute.recompute, compute.precision

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ramify.train.backends.activation_memory import layers_of
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from ramify.train.backends.optimizers import Muon, orthogonalize, sum_of_squares
 from ramify.train.backends.single_device import VALUE_HEAD
 from ramify.train.backends.tensor_parallel import RankMesh, TensorParallelPlan
@@ -96,7 +96,7 @@ class FsdpWeightSharding:
         mesh: RankMesh,
         plan: TensorParallelPlan,
         device: torch.device,
-        compute: ComputeSpec,
+        compute: TrainerComputeSpec,
         tick: Callable[[], None],
     ) -> None:
         """Shard ``model``, which is on the meta device, and allocate memory for this rank's shard.
@@ -149,7 +149,7 @@ class FsdpWeightSharding:
         """Map the name of each buffer that checkpoints store to its full tensor, which every rank
         holds."""
 
-    # --- ShardedWeights
+    # --- OptimizerWeightAccess
 
     def run_with_weights(self, work: Callable[[], T]) -> T:
         found = cast(T, self._root(work))
@@ -237,7 +237,7 @@ class FsdpWeightSharding:
         found = torch.zeros_like(parameter) if found is None else found
         return cast(DTensor, found.detach().to(self.device)).full_tensor().cpu()
 
-    def _precision(self, compute: ComputeSpec) -> MixedPrecisionPolicy:
+    def _precision(self, compute: TrainerComputeSpec) -> MixedPrecisionPolicy:
         if compute.precision != "bf16":
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(

@@ -48,10 +48,10 @@ from ramify.train.backends.activation_memory import (
     packing_cost_model,
     set_activation_checkpointing,
 )
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, resolve_precision
+from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec, resolve_precision
 from ramify.train.backends.optimizers import (
     CombinedOptimizer,
-    ShardedWeights,
+    OptimizerWeightAccess,
     SingleProcessWeightSharding,
 )
 from ramify.train.data.pack import PackingSpec
@@ -78,11 +78,11 @@ class SingleBackend:
         self,
         policy: Policy,
         optim: OptimizerSpec | None = None,
-        compute: ComputeSpec | None = None,
+        compute: TrainerComputeSpec | None = None,
         *,
         dumps: Path | None = None,
         critic: bool = False,
-        spread: ShardedWeights | None = None,
+        spread: OptimizerWeightAccess | None = None,
     ) -> None:
         """Prepare ``policy`` for training.
 
@@ -98,7 +98,9 @@ class SingleBackend:
         self._optim = optim or OptimizerSpec()
         self._spread = spread or SingleProcessWeightSharding(policy.device)
         self._device = self._spread.device
-        self.compute = resolve_precision(compute or ComputeSpec(), policy.dtype, self._device.type)
+        self.compute = resolve_precision(
+            compute or TrainerComputeSpec(), policy.dtype, self._device.type
+        )
         """Settings such as precision and prefix sharing, with the defaults of this device filled
         in."""
         self._dumps = dumps or Path()

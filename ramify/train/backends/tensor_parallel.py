@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ramify.actors.rank_group_authentication import AuthenticatedGroupFactory
 from ramify.errors import ConfigError
-from ramify.train.backends.base import ShardSpec
+from ramify.train.backends.base import FsdpSpec
 from ramify.train.backends.mesh import DeviceMeshSizes, check_model
 from ramify.train.backends.sharded_lora import AdapterSpec, target_module_names
 
@@ -50,7 +50,7 @@ class TensorParallelPlan(NamedTuple):
     """
 
     @classmethod
-    def from_model(cls, model: Any, sizes: DeviceMeshSizes, shard: ShardSpec) -> TensorParallelPlan:
+    def from_model(cls, model: Any, sizes: DeviceMeshSizes, shard: FsdpSpec) -> TensorParallelPlan:
         """Return the plan for a ``transformers`` model.
 
         It consists of the rules that the model's class defines and of the recipe's additional
@@ -109,7 +109,7 @@ class TensorParallelPlan(NamedTuple):
         return TensorParallelPlan(tensor, self.experts, self.packed)
 
     @staticmethod
-    def check(config: Any, shard: ShardSpec, num_ranks: int, adapted: AdapterSpec | None) -> None:
+    def check(config: Any, shard: FsdpSpec, num_ranks: int, adapted: AdapterSpec | None) -> None:
         """Raise ConfigError if a Hugging Face model, or its adapters, cannot be split over the
         ranks.
 

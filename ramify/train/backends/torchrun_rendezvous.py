@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
+from ramify.actors.connect_back import ConnectBackListener, WorkerConnectInfo
 from ramify.actors.message_encoding import decode, encode
 from ramify.actors.run_channel import KEY, KEY_FILE, run_key_from_environment
 from ramify.errors import ConfigError, TrainError
@@ -64,7 +64,7 @@ class RankInfo(NamedTuple):
         return cls(int(rank), int(size), local_rank, address, int(port), is_local)
 
 
-class TorchrunRendezvous:
+class TorchrunAddressExchange:
     """Publishes rank 0's address so that the ranks started by the same torchrun can find it."""
 
     def __init__(self, world: RankInfo) -> None:
@@ -89,7 +89,7 @@ class TorchrunRendezvous:
         world = self._world
         if world.is_local:
             listener = ConnectBackListener()
-            ticket = encode(ConnectBackTicket(listener.address, listener.key, "0"))
+            ticket = encode(WorkerConnectInfo(listener.address, listener.key, "0"))
             new = self._file.with_suffix(".new")
             with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
                 file.write(ticket)
@@ -104,7 +104,7 @@ class TorchrunRendezvous:
         self._connect_store().set(_PUBLISHED, f"{listener.address} {signature}")
         return listener
 
-    def find_rank_zero_address(self) -> ConnectBackTicket | None:
+    def find_rank_zero_address(self) -> WorkerConnectInfo | None:
         """Return the published address of rank 0, or None if there is none yet.
 
         The address may be left from an earlier attempt. All ranks except rank 0 call this.
@@ -112,12 +112,12 @@ class TorchrunRendezvous:
         world = self._world
         if world.is_local:
             try:
-                return decode(self._file.read_bytes(), ConnectBackTicket)
+                return decode(self._file.read_bytes(), WorkerConnectInfo)
             except (FileNotFoundError, msgspec.MsgspecError):
                 return None
         assert self._key is not None
         address = self._published_address() if _is_agents() else f"{world.address}:{world.port}"
-        return ConnectBackTicket(address, self._key, "") if address else None
+        return WorkerConnectInfo(address, self._key, "") if address else None
 
     def has_earlier_attempt(self) -> bool:
         """Return True if rank 0 of an earlier attempt began to wait for the other ranks.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy, load_policy
-from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, resolve_precision
+from ramify.train.backends.base import Backend, OptimizerSpec, TrainerComputeSpec, resolve_precision
 from ramify.train.backends.lora import (
     adapters_disabled,
     base_tensors_and_adapters,
@@ -34,12 +34,12 @@ from ramify.train.losses.total_loss import LossSpec
 from ramify.types.training_sequences import Batch, Floats
 
 
-class LocalTrainedModel:
+class InProcessTrainedModel:
     """The model that a run trains, in this process and on one device."""
 
     is_here = True
 
-    def __init__(self, policy: Policy, compute: ComputeSpec, dumps: Path) -> None:
+    def __init__(self, policy: Policy, compute: TrainerComputeSpec, dumps: Path) -> None:
         self._policy = policy
         self._dumps = dumps
         # Decided once: the first backend converts the policy's weights to fp32.
@@ -47,7 +47,7 @@ class LocalTrainedModel:
         self._backend: SingleBackend | None = None
 
     @staticmethod
-    def check(compute: ComputeSpec, device: str) -> None:
+    def check(compute: TrainerComputeSpec, device: str) -> None:
         """Raise ConfigError if several ranks were configured or started.
 
         This backend uses one rank, and all others would wait forever.

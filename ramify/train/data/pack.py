@@ -32,10 +32,10 @@ import numpy.typing as npt
 
 from ramify.train.data.prefix_forest import (
     BatchBuilder,
-    NodeComputationCounts,
     PackablePrefixTree,
     PrefixForest,
     PrefixForestNode,
+    PrefixNodeComputeCounts,
     forest,
     loss_token_indices,
 )
@@ -130,7 +130,7 @@ def pack(
     ]
     pieces = _pieces(trees, units, packing)
     fill_tokens = min(packing.fill_tokens or packing.max_tokens, packing.max_tokens)
-    copies = NodeComputationCounts(
+    copies = PrefixNodeComputeCounts(
         found, [stretch for piece in pieces for stretch in piece.stretches]
     )
     return [

@@ -98,7 +98,7 @@ def forest(sequences: Many[TokenSequence]) -> PrefixForest:
     return PrefixForest(*growing.grown(ends), order)
 
 
-class NodeComputationCounts:
+class PrefixNodeComputeCounts:
     """Counts how often each node of a step's prefix trees is computed.
 
     A shared prefix is computed again in each batch that needs it.
@@ -279,7 +279,7 @@ class BatchBuilder:
         routes = [sequence.routes for sequence in chosen if sequence.routes is not None]
         self._route_size = max((each.shape[1] for each in routes), default=0)
 
-    def batch(self, pieces: Iterable[PackablePrefixTree], copies: NodeComputationCounts) -> Batch:
+    def batch(self, pieces: Iterable[PackablePrefixTree], copies: PrefixNodeComputeCounts) -> Batch:
         columns = _Columns()
         segments: list[PackedTokenSegment] = []
         present: dict[int, str] = {}

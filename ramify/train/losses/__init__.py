@@ -16,8 +16,8 @@ from ramify.train.losses.decoupled_ppo import Decoupled, DecoupledGspo, ProxAppr
 from ramify.train.losses.dppo import DppoCapped, DppoKl, DppoTv
 from ramify.train.losses.gmpo import Gmpo
 from ramify.train.losses.gspo import Gspo
-from ramify.train.losses.importance_sampling import ImportanceSampling
-from ramify.train.losses.masked_importance_sampling import RolloutIs
+from ramify.train.losses.importance_sampling import ImportanceSamplingLoss
+from ramify.train.losses.masked_importance_sampling import MaskedImportanceSamplingLoss
 from ramify.train.losses.ppo_clip import DualClip, PpoClip
 from ramify.train.losses.sapo import Sapo
 from ramify.train.losses.sequence_ratio_clip import SequenceClip
@@ -37,13 +37,13 @@ __all__ = [
     "DualClip",
     "Gmpo",
     "Gspo",
-    "ImportanceSampling",
+    "ImportanceSamplingLoss",
     "KlCov",
+    "MaskedImportanceSamplingLoss",
     "PolicyLoss",
     "PolicyLossInputs",
     "PpoClip",
     "ProxApprox",
-    "RolloutIs",
     "Sapo",
     "SequenceClip",
     "importance_ratio",
@@ -58,7 +58,7 @@ POLICY_LOSSES = PluginRegistry(
         "gspo": Gspo,
         "gmpo": Gmpo,
         "cispo": Cispo,
-        "rollout_is": RolloutIs,
+        "rollout_is": MaskedImportanceSamplingLoss,
         "sapo": Sapo,
         "dppo_tv": DppoTv,
         "dppo_kl": DppoKl,
@@ -68,7 +68,7 @@ POLICY_LOSSES = PluginRegistry(
         "decoupled": Decoupled,
         "decoupled_gspo": DecoupledGspo,
         "prox_approx": ProxApprox,
-        "importance_sampling": ImportanceSampling,
+        "importance_sampling": ImportanceSamplingLoss,
         "sequence_clip": SequenceClip,
         "critic": CriticOnlyLoss,
     },

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ImportanceSampling(BaseLossFormula, frozen=True, kw_only=True, tag="importance_sampling"):
+class ImportanceSamplingLoss(BaseLossFormula, frozen=True, kw_only=True, tag="importance_sampling"):
     """Policy gradient with an unbounded importance ratio to the sampler.
 
     The loss of a token is -rho A, where rho is the ratio and A the advantage. As long as the policy
     equals the sampler, it is the plain policy gradient.
 
     Example:
-        train.LossSpec(policy=train.ImportanceSampling())
+        train.LossSpec(policy=train.ImportanceSamplingLoss())
     """
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:

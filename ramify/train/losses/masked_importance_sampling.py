@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class RolloutIs(BaseLossFormula, frozen=True, kw_only=True, tag="rollout_is"):
+class MaskedImportanceSamplingLoss(BaseLossFormula, frozen=True, kw_only=True, tag="rollout_is"):
     """Policy gradient weighted by the importance ratio to the sampler, without the tokens whose
     ratio is out of bounds (2602.15763).
 

@@ -25,9 +25,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ramify.actors.launcher import ALMOST, NodeResourceSlot, RoleInstanceId, SlotResources
+from ramify.actors.launcher import ALMOST, HardwareResources, NodeResourceSlot, RoleInstanceId
 from ramify.errors import ConfigError
-from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
+from ramify.train.placement.placement_spec import ROLES, NodePoolSpec, PlacementSpec
 
 
 def process_counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
@@ -76,7 +76,7 @@ class _UnplacedSlot(NamedTuple):
     """A placement slot, i.e. a share of a machine, that is not assigned to a machine yet."""
 
     pool: str
-    needs: SlotResources
+    needs: HardwareResources
     members: tuple[RoleInstanceId, ...]
     offsets: tuple[float, ...]
 
@@ -106,15 +106,17 @@ def _group_slots(
     )
     pool, slots = spec.pool_of(group[0]), []
     for slot in range(num_slots):
-        members, offsets, needs = [], [], SlotResources()
+        members, offsets, needs = [], [], HardwareResources()
         for role in group:
             role_spec, per_slot = spec.role(role), -(-num[role] // num_slots)
             inside = range(slot * per_slot, min(num[role], (slot + 1) * per_slot))
             members += [RoleInstanceId(role, index) for index in inside]
             offsets += [role_spec.gpus * place for place in range(len(inside))]
             gpus = len(inside) * role_spec.gpus
-            more = SlotResources(0, len(inside) * role_spec.cpus, len(inside) * role_spec.memory_gb)
-            needs = SlotResources(max(needs.gpus, gpus), needs.cpus, needs.memory_gb) + more
+            more = HardwareResources(
+                0, len(inside) * role_spec.cpus, len(inside) * role_spec.memory_gb
+            )
+            needs = HardwareResources(max(needs.gpus, gpus), needs.cpus, needs.memory_gb) + more
         slots.append(
             _UnplacedSlot(pool, needs, tuple(members), tuple(offsets) if any(offsets) else ())
         )
@@ -152,7 +154,7 @@ def _check_group(spec: PlacementSpec, group: Sequence[str]) -> None:
             )
 
 
-def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> None:
+def _check_sums(name: str, pool: NodePoolSpec, inside: Sequence[_UnplacedSlot]) -> None:
     node = _resources(pool)
     for field, unit in (("gpus", "GPUs"), ("cpus", "CPUs"), ("memory_gb", "GB")):
         available = pool.nodes * getattr(node, field)
@@ -173,7 +175,7 @@ def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> N
 
 
 def _place_slots(
-    name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
+    name: str, pool: NodePoolSpec, inside: Sequence[tuple[int, _UnplacedSlot]]
 ) -> dict[int, NodeResourceSlot]:
     """Assign the slots of one pool to its machines, and return the placed slots by index.
 
@@ -213,12 +215,12 @@ def _roles_of(members: Sequence[RoleInstanceId]) -> str:
     return " and ".join(f"{count} {role}" if count > 1 else role for role, count in num.items())
 
 
-def _resources(pool: NodePool) -> SlotResources:
+def _resources(pool: NodePoolSpec) -> HardwareResources:
     memory_gb = float("inf") if pool.memory_gb is None else pool.memory_gb
-    return SlotResources(pool.gpus, pool.cpus, memory_gb)
+    return HardwareResources(pool.gpus, pool.cpus, memory_gb)
 
 
-def _describe_resources(needs: SlotResources) -> str:
+def _describe_resources(needs: HardwareResources) -> str:
     parts = [f"{needs.gpus:g} GPUs", f"{needs.cpus:g} CPUs"]
     return ", ".join(
         [*parts, *([f"{needs.memory_gb:g} GB"] if 0 < needs.memory_gb < float("inf") else [])]

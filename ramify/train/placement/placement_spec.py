@@ -3,7 +3,8 @@
 The section is plain data.
 
     PlacementSpec(
-        pools={"gpus": NodePool(nodes=2, gpus=8, cpus=64), "cpus": NodePool(nodes=1, cpus=32)},
+        pools={"gpus": NodePoolSpec(nodes=2, gpus=8, cpus=64), "cpus": NodePoolSpec(nodes=1,
+        cpus=32)},
         trainer=RoleSpec(pool="gpus", gpus=1),              compute.shard.ranks processes
         inference=RoleSpec(pool="gpus", gpus=1),            inference.num processes
         rollouts=RoleSpec(pool="cpus", count=4, cpus=4),    None: the run's own process
@@ -28,7 +29,7 @@ ROLES = ("trainer", "inference", "rollouts")
 KINDS = ("local", "ray")
 
 
-class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NodePoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A pool of identical machines, on which processes can be placed."""
 
     nodes: int = 1
@@ -111,7 +112,7 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     kind: Literal["local", "ray"] = "local"
     """What starts the processes: this machine, or Ray. ``ramify train --placement`` sets it."""
-    pools: dict[str, NodePool] = {}
+    pools: dict[str, NodePoolSpec] = {}
     """Pool name -> nodes. Empty: a single pool that is as large as needed."""
     trainer: RoleSpec = RoleSpec()
     inference: RoleSpec = RoleSpec()

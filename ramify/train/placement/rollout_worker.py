@@ -158,7 +158,7 @@ RunMessage = (
 )
 
 
-class WorkerMessage(msgspec.Struct, frozen=True):
+class RolloutWorkerMessage(msgspec.Struct, frozen=True):
     """A message from a rollout worker to the run, such as a finished rollout, a log record or a
     heartbeat."""
 
@@ -182,7 +182,7 @@ def main() -> None:
     try:
         asyncio.run(_RolloutWorker(channel, spec).serve())
     except RamifyError as error:
-        channel.send(WorkerMessage("failed", data=str(error).encode()))
+        channel.send(RolloutWorkerMessage("failed", data=str(error).encode()))
     except EOFError:
         pass
     sys.stdout.flush()
@@ -222,7 +222,7 @@ class _RolloutWorker:
         await self._engines.start(
             Path(),
             lambda folder: None,
-            gone=lambda url: self._send(WorkerMessage("gone", data=url.encode())),
+            gone=lambda url: self._send(RolloutWorkerMessage("gone", data=url.encode())),
         )
         self._client = TokenIdHashingClient(self._engines)
         self._rlm = RLM(
@@ -235,8 +235,10 @@ class _RolloutWorker:
         try:
             async with self._rlm:
                 await self._rlm.prepare()
-                start_heartbeat_thread(lambda: self._send(WorkerMessage("beat")), self._is_ended)
-                self._send(WorkerMessage("ready"))
+                start_heartbeat_thread(
+                    lambda: self._send(RolloutWorkerMessage("beat")), self._is_ended
+                )
+                self._send(RolloutWorkerMessage("ready"))
                 await self._until_closed()
         finally:
             self._is_ended.set()
@@ -288,21 +290,23 @@ class _RolloutWorker:
                 **rollout_fork_arguments(request.branch, self._rlm.limits),
             )
             self._send(
-                WorkerMessage(
+                RolloutWorkerMessage(
                     "done", request.id, msgspec.json.encode(trajectory), self._client.take_hashes()
                 )
             )
         except Exception as error:  # noqa: BLE001 -- the run raises it
             self._send(
-                WorkerMessage("broke", request.id, f"{error!r}\n{traceback.format_exc()}".encode())
+                RolloutWorkerMessage(
+                    "broke", request.id, f"{error!r}\n{traceback.format_exc()}".encode()
+                )
             )
         finally:
             self._rollouts.pop(request.id, None)
 
     def _forward(self, record: ForwardedLogRecord) -> None:
-        self._send(WorkerMessage("said", data=msgspec.json.encode(record)))
+        self._send(RolloutWorkerMessage("said", data=msgspec.json.encode(record)))
 
-    def _send(self, message: WorkerMessage) -> None:
+    def _send(self, message: RolloutWorkerMessage) -> None:
         with contextlib.suppress(OSError):
             self._channel.send(message)
 

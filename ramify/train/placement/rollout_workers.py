@@ -47,10 +47,10 @@ from ramify.train.placement.rollout_worker import (
     CancelRolloutMessage,
     EndWorkerMessage,
     RolloutRequest,
+    RolloutWorkerMessage,
     RolloutWorkerSpec,
     RunMessage,
     SerializedTaskItem,
-    WorkerMessage,
 )
 from ramify.types.trajectory import Trajectory
 
@@ -348,7 +348,7 @@ class RolloutWorkers:
         """
         with contextlib.suppress(EOFError, OSError, RuntimeError, msgspec.MsgspecError):
             while True:
-                message: WorkerMessage = worker.channel.receive(WorkerMessage)
+                message: RolloutWorkerMessage = worker.channel.receive(RolloutWorkerMessage)
                 worker.heartbeats.record_message()
                 self._loop.call_soon_threadsafe(self._on_message, worker, message, ready)
         why = _why_lost(worker)  # takes a while if it asks another machine
@@ -356,7 +356,7 @@ class RolloutWorkers:
             self._loop.call_soon_threadsafe(self._on_end, worker, ready, why)
 
     def _on_message(
-        self, worker: _Worker, message: WorkerMessage, ready: asyncio.Future[None]
+        self, worker: _Worker, message: RolloutWorkerMessage, ready: asyncio.Future[None]
     ) -> None:
         text = message.data.decode("utf-8", "replace") if message.kind != "done" else ""
         self._seen(message.paths)

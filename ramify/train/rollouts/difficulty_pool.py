@@ -33,7 +33,7 @@ _NEARLY_ALL = 0.9
 _DECIDED = (RolloutGroupOutcome.LEARNT, RolloutGroupOutcome.NO_SIGNAL)
 
 
-class DifficultyPool:
+class NoSignalItemFilter:
     """A record of the task items that recently gave no training signal.
 
     It decides when such items are skipped.

@@ -49,11 +49,11 @@ from ramify.progress import ProgressReporter, report_progress
 from ramify.tasks.base import Item
 from ramify.train.config_redaction import check_bounds, check_none_or_positive
 from ramify.train.metrics import RolloutGroupRecord, group_record
-from ramify.train.rollouts.difficulty_pool import DifficultyPool
+from ramify.train.rollouts.difficulty_pool import NoSignalItemFilter
 from ramify.train.rollouts.rollouter import (
     RolloutAttempt,
-    Rollouter,
     RolloutGroupInProgress,
+    TaskRolloutRunner,
     close_attempts,
 )
 from ramify.types.trajectory import Group, RolloutGroupOutcome
@@ -194,7 +194,7 @@ class RolloutGroupQueue:
 
     def __init__(
         self,
-        rollouts: Rollouter,
+        rollouts: TaskRolloutRunner,
         items: Sequence[Item],
         sample: RolloutBatchSpec,
         num_steps: int,
@@ -203,7 +203,7 @@ class RolloutGroupQueue:
         pending: Sequence[int] = (),
         read: Callable[[Group], Awaitable[None]] | None = None,
         has_no_signal: Callable[[Group], bool] = lambda group: False,
-        pool: DifficultyPool | None = None,
+        pool: NoSignalItemFilter | None = None,
     ) -> None:
         """Create the queue for the rollout groups of one training stage.
 

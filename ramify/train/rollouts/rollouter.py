@@ -364,7 +364,7 @@ class RolloutGroupInProgress:
         return any(attempt.began_at is not None for attempt in self.attempts)
 
 
-class Rollouter:
+class TaskRolloutRunner:
     """Rolls out one task's items with a single ``RLM``, whose sandbox and client all rollouts
     share.
 

@@ -101,7 +101,7 @@ class JudgeTurnView(msgspec.Struct, frozen=True):
     """Traceback of the turn's first code cell that raised an error."""
 
 
-class ModelCaller(Protocol):
+class JudgeModelCaller(Protocol):
     """A function through which a judge asks a model about a rollout.
 
     It uses the run's own client pool, cache and budget, and records each call in the rollout's
@@ -134,7 +134,7 @@ class JudgeView(msgspec.Struct, frozen=True, eq=False):
     place: TurnId
     """The turn to judge. It is the last turn if the whole trajectory is judged."""
     item: Item
-    ask: ModelCaller | None = None
+    ask: JudgeModelCaller | None = None
     """Asks a model, for judges that need one. None if no client pool is available."""
 
     @property
@@ -248,9 +248,9 @@ class SignalContext(msgspec.Struct, eq=False, kw_only=True):
     use them."""
     weights: Mapping[str, float] = {}
     """The task's weights of its rewards, by reward name."""
-    asking: Callable[[Trajectory, str, SignalScore], ModelCaller] | None = None
-    """Creates the ``ModelCaller`` of a judge, given a trajectory, the name of the signal and its
-    score. The caller adds its calls to the score, each as a child of the turn that it is about.
+    asking: Callable[[Trajectory, str, SignalScore], JudgeModelCaller] | None = None
+    """Creates the ``JudgeModelCaller`` of a judge, given a trajectory, the name of the signal and
+    its score. The caller adds its calls to the score, each as a child of the turn that it is about.
     None if no client pool is available.
     """
     scorers: Mapping[str, TokenScorer] = {}
@@ -296,7 +296,7 @@ def build_judge_view(
     call: Call,
     turn: int | None = None,
     item: Item | None = None,
-    ask: ModelCaller | None = None,
+    ask: JudgeModelCaller | None = None,
 ) -> JudgeView:
     """Return what a judge sees when it judges one turn: the turn and all earlier turns of the call.
 

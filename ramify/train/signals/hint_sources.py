@@ -37,7 +37,7 @@ class HintsForTrajectory(msgspec.Struct, eq=False):
 
 
 class HintSource(Protocol):
-    """The interface of a hint source, such as ``train.Hindsight`` or ``train.FeedbackHints``.
+    """The interface of a hint source, such as ``train.HindsightHints`` or ``train.FeedbackHints``.
 
     It finds hints in finished rollouts for a teacher to use.
     """

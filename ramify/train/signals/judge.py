@@ -195,7 +195,7 @@ class HintWritingJudge(
     Implements ``Judge``.
 
     Example:
-        train.Hindsight(judge=train.HintWritingJudge(model="openai:gpt-5-mini"))
+        train.HindsightHints(judge=train.HintWritingJudge(model="openai:gpt-5-mini"))
     """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:

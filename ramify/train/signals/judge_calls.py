@@ -2,7 +2,7 @@
 
 Each call is recorded in the rollout's tree.
 
-    judge ── ModelCaller(model, messages, sampling, turn) ── cached reply?
+    judge ── JudgeModelCaller(model, messages, sampling, turn) ── cached reply?
           ── RateLimitedClientPool.ask (gates, rate limits, retries) ──> Reply
           └─ a call of kind ``judge``, below the call that it is about
 
@@ -24,7 +24,7 @@ from ramify.engine.limits import BudgetLedger, BudgetReservation, Limits
 from ramify.engine.model_requests import request_hash
 from ramify.errors import ConfigError, RamifyError
 from ramify.store.reply_cache import ModelReplyCache
-from ramify.train.signals.base import ModelCaller, SignalScore, TurnId
+from ramify.train.signals.base import JudgeModelCaller, SignalScore, TurnId
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Call, CallSite, RunAnnotation, Stop, Trajectory, Turn
 
@@ -66,7 +66,7 @@ class JudgeModelAccess:
 
     def trajectory_caller(
         self, trajectory: Trajectory, signal: str, reading: SignalScore
-    ) -> ModelCaller:
+    ) -> JudgeModelCaller:
         """Return a function through which one signal's judges ask models about ``trajectory``.
 
         It records its calls in ``reading``, the signal's score.
@@ -96,7 +96,7 @@ class JudgeModelAccess:
 class _TrajectoryCaller:
     """A caller that asks models about one trajectory for one signal, and records its calls.
 
-    Implements ``ModelCaller``.
+    Implements ``JudgeModelCaller``.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.rubric import Rubric
-from ramify.train.signals.base import ModelCaller, SignalContext, SignalScore, judge_turn_views
+from ramify.train.signals.base import JudgeModelCaller, SignalContext, SignalScore, judge_turn_views
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _ERROR = re.compile(
@@ -59,7 +59,7 @@ def num_observations(call: Call) -> int:
     return sum(used_tool(call, index) for index in range(len(call.turns)))
 
 
-class ToolUseSignal(
+class ToolErrorSignal(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
@@ -72,7 +72,7 @@ class ToolUseSignal(
     Implements ``Signal``.
 
     Example:
-        train.RlSpec(signals={"tools": train.ToolUseSignal(raised=-0.5)})
+        train.RlSpec(signals={"tools": train.ToolErrorSignal(raised=-0.5)})
     """
 
     ran: float = 1.0
@@ -198,7 +198,7 @@ class OutcomeSignal(
         return float(score)
 
     async def _grade_by_rubric(
-        self, rubric: Rubric, trajectory: Trajectory, item: Item, ask: ModelCaller
+        self, rubric: Rubric, trajectory: Trajectory, item: Item, ask: JudgeModelCaller
     ) -> float:
         place = (trajectory.root.id, len(trajectory.root.turns) - 1)
         reply = await ask(

@@ -25,9 +25,9 @@ import msgspec
 from ramify.errors import ConfigError, did_you_mean
 from ramify.train.advantages.base import (
     Algorithm,
+    OptimizerStepAdvantages,
     RolloutAdvantages,
     Stamps,
-    StepAdvantages,
     fill_missing_streams,
 )
 from ramify.train.advantages.by_task import PerTaskAlgorithm
@@ -112,21 +112,21 @@ class Hybrid(
         terms = [term for term in self.terms if term.signal == signal]
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
-    def with_readings(self, readings: Readings, step: int) -> HybridAlgorithmForStep:
+    def with_readings(self, readings: Readings, step: int) -> BoundHybridAlgorithm:
         """Return this hybrid algorithm with the scores that its signals gave in one training step.
 
         It combines the outcome with the scores (``readings``) that the signals gave in that step.
         """
-        return HybridAlgorithmForStep(self, readings, step)
+        return BoundHybridAlgorithm(self, readings, step)
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         """Assign advantages from the outcome alone, without any signal's scores."""
         return self.with_readings({}, 0).assign_advantages(groups, weights, every_token=every_token)
 
 
-class HybridAlgorithmForStep:
+class BoundHybridAlgorithm:
     """A hybrid algorithm for one step, which holds the signals' scores of that step.
 
     Implements ``Algorithm``.
@@ -144,11 +144,11 @@ class HybridAlgorithmForStep:
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
-    ) -> StepAdvantages:
+    ) -> OptimizerStepAdvantages:
         hybrid = self._hybrid
         judged = [self._with_outcomes(group) for group in groups]
         # Metrics and the reason for no signal come from the wrapped algorithm alone.
-        base: StepAdvantages = hybrid.outcome.assign_advantages(
+        base: OptimizerStepAdvantages = hybrid.outcome.assign_advantages(
             judged, weights, every_token=every_token
         )
         parts = [
@@ -165,9 +165,9 @@ class HybridAlgorithmForStep:
         # The wrapped algorithm must not drop a group in which only a term has a signal.
         kept = [group for group in judged if self._has_group_signal(group, weights, parts)]
         alpha = weight_at(hybrid.observe, self._step)
-        assigned: StepAdvantages = _keeping_zero_variance(hybrid.outcome).assign_advantages(
-            kept, weights, every_token=True
-        )
+        assigned: OptimizerStepAdvantages = _keeping_zero_variance(
+            hybrid.outcome
+        ).assign_advantages(kept, weights, every_token=True)
         rollouts = [
             self._compose_rollout(rollout, parts, alpha, every_token)
             for rollout in assigned.rollouts
@@ -215,7 +215,7 @@ class HybridAlgorithmForStep:
             return True
         if not self._w_rl:
             return False
-        assigned: StepAdvantages = self._hybrid.outcome.assign_advantages([group], weights)
+        assigned: OptimizerStepAdvantages = self._hybrid.outcome.assign_advantages([group], weights)
         return not assigned.no_signal
 
     def _compose_rollout(

@@ -319,7 +319,7 @@ SIGNALS = PluginRegistry(
         "outcome": "ramify.train.signals.outcome:OutcomeSignal",
         "process": "ramify.train.signals.judge:ProcessRewardSignal",
         "teacher": "ramify.train.signals.teacher:TeacherSignal",
-        "tools": "ramify.train.signals.outcome:ToolUseSignal",
+        "tools": "ramify.train.signals.outcome:ToolErrorSignal",
     },
 )
 """Maps a name to the class that implements ``base.Signal``. To restore a user-defined signal from a

@@ -48,7 +48,7 @@ CHUNK = 64
 """Maximum number of sequences per pass, so that a large group does not delay others."""
 
 
-class LocalModelScorer:
+class LocalTokenScorer:
     """A token scorer that uses a model loaded in this process.
 
     Implements ``TokenScorer``.
@@ -170,7 +170,7 @@ class LocalModelScorer:
 class EngineLogprobScorer:
     """A token scorer that asks an inference engine for log-probabilities of prompts.
 
-    It calls ``InferenceClient.logprobs``. Implements ``TokenScorer``.
+    It calls ``UpdatableInferenceClient.logprobs``. Implements ``TokenScorer``.
     """
 
     def __init__(self, client: Any) -> None:
@@ -412,7 +412,7 @@ class TeacherModels:
             if name == "live" and self._in_engine is not None
             else self._in_teacher_thread
         )
-        return LocalModelScorer(backend, policy.window, policy.config.vocab_size, run)
+        return LocalTokenScorer(backend, policy.window, policy.config.vocab_size, run)
 
     async def _in_teacher_thread(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)

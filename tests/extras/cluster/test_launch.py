@@ -32,17 +32,17 @@ from ramify.extras.cluster.job_files import (
 )
 from ramify.extras.cluster.model_and_device_specs import device_of
 from ramify.extras.cluster.plan import plan
-from ramify.extras.cluster.scheduler_job import NodeGroup, SchedulerJob, job_of
+from ramify.extras.cluster.scheduler_job import JobNodeGroup, SchedulerJobSpec, job_of
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ComputeSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, TrainerComputeSpec
 from ramify.train.config import Run
 from ramify.train.metrics import read_metrics
-from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
+from ramify.train.placement.placement_spec import NodePoolSpec, PlacementSpec, RoleSpec
 from tests.extras.cluster.test_memory import half
 
 ROOT = Path(__file__).parents[3]
-GPUS, CPUS = NodePool(nodes=2, gpus=4, cpus=32), NodePool(cpus=64, memory_gb=99.5)
-RANKS = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=8), max_tokens=8192)
+GPUS, CPUS = NodePoolSpec(nodes=2, gpus=4, cpus=32), NodePoolSpec(cpus=64, memory_gb=99.5)
+RANKS = TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(ranks=8), max_tokens=8192)
 SECRET = "sk-a-key-that-must-not-be-written"
 RECIPE = """
 from tests.extras.cluster.test_launch import placed
@@ -57,7 +57,7 @@ def run():
 """
 
 
-def placed(**pools: NodePool) -> Run:
+def placed(**pools: NodePoolSpec) -> Run:
     """Eight ranks and eight engines share GPUs; rollout workers have separate nodes."""
     pools = pools or {"cpus": CPUS, "gpus": GPUS}
     workers = RoleSpec(pool="cpus", count=8, cpus=8) if "cpus" in pools else RoleSpec()
@@ -71,12 +71,12 @@ def placed(**pools: NodePool) -> Run:
     return half(compute=RANKS, inference=InferenceSpec(num=8, weight_sync="nccl"), placement=spec)
 
 
-def job(run: Run | None = None, **changes: Any) -> SchedulerJob:
+def job(run: Run | None = None, **changes: Any) -> SchedulerJobSpec:
     run = run or placed()
     return job_of(run, plan(run), device_of("h100"), recipe="my.py", **changes)
 
 
-def files(kind: str, made: SchedulerJob, **options: Any) -> SchedulerJobFiles:
+def files(kind: str, made: SchedulerJobSpec, **options: Any) -> SchedulerJobFiles:
     needed = {"k8s": {"image": "i", "shared": "claim"}, "skypilot": {"shared": "s3://bucket"}}
     return job_files(kind, made, SchedulerJobOptions(**needed.get(kind, {}), **options), "/files")
 
@@ -84,17 +84,17 @@ def files(kind: str, made: SchedulerJob, **options: Any) -> SchedulerJobFiles:
 def test_nodes_are_those_that_the_plan_uses_and_the_head_is_first() -> None:
     """The pool of the run's own process comes first, however the recipe orders its pools."""
     made = job()
-    assert made.groups == (NodeGroup(2, 4, 32, None), NodeGroup(1, 0, 64, 100))
+    assert made.groups == (JobNodeGroup(2, 4, 32, None), JobNodeGroup(1, 0, 64, 100))
     assert (made.by, made.nodes, made.needs_cluster_secret) == ("ray", 3, True)
-    more = job(placed(gpus=NodePool(nodes=5, gpus=4, cpus=32), cpus=CPUS))
+    more = job(placed(gpus=NodePoolSpec(nodes=5, gpus=4, cpus=32), cpus=CPUS))
     assert more.groups[0].nodes == 2  # eight processes need two of the five nodes
 
 
 def test_recipe_without_pools_is_one_node_or_torchrun_over_several() -> None:
     ranks = half(compute=RANKS)
-    assert job(ranks).groups == (NodeGroup(1, 8, 9, None),)
+    assert job(ranks).groups == (JobNodeGroup(1, 8, 9, None),)
     made = job(ranks, nodes=4)
-    assert (made.groups, made.by) == ((NodeGroup(4, 2, 3, None),), "torchrun")
+    assert (made.groups, made.by) == ((JobNodeGroup(4, 2, 3, None),), "torchrun")
     text = files("slurm", made).texts["node.sh"]
     assert "torchrun --nnodes 4 --nproc-per-node 2 " in text
     assert "--max-restarts 3" in text
@@ -302,8 +302,8 @@ def test_torchrun_script_trains_on_two_nodes(tmp_path: Path) -> None:
     recipe.write_text(TRAINED.format(compute="compute=RANKS"))
     (key := tmp_path / "key").write_text("a key of both nodes")
     key.chmod(0o600)
-    made = SchedulerJob(
-        name="my", groups=(NodeGroup(2, 0, 1, None),), device=device_of("cpu"), recipe="my.py",
+    made = SchedulerJobSpec(
+        name="my", groups=(JobNodeGroup(2, 0, 1, None),), device=device_of("cpu"), recipe="my.py",
         overrides=(), out=str(tmp_path / "run"), workdir=str(tmp_path), restarts=0, by="torchrun",
     )  # fmt: skip
     (tmp_path / "node.sh").write_text(files("slurm", made).texts["node.sh"])
@@ -414,7 +414,7 @@ def test_slurm_accepts_every_job_and_runs_one(
 ) -> None:
     """Pools of two sizes, ranks of torchrun, and one node, which is also run: the recipe's folder,
     a variable with a key, and a run folder that has a checkpoint."""
-    many = job(placed(cpus=CPUS, gpus=NodePool(nodes=1, gpus=8, cpus=64)))
+    many = job(placed(cpus=CPUS, gpus=NodePoolSpec(nodes=1, gpus=8, cpus=64)))
     for name, made in (
         ("many", many),
         ("ranks", job(half(compute=RANKS), nodes=2)),

@@ -11,14 +11,14 @@ import torch
 
 from ramify.extras.cluster import memory_estimates
 from ramify.extras.cluster.model_and_device_specs import (
-    ModelShape,
+    ModelParameterCounts,
     device_of,
     model_shape_from_config,
     policy_config,
 )
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.generation_request import GenerationState
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.config import LoraSpec, PolicySpec, RlSpec, Run
 from ramify.train.data.pack import pack
@@ -52,7 +52,7 @@ def half(**changes: Any) -> Run:
 
 def stepped(optim: OptimizerSpec) -> SingleBackend:
     """Return a backend after one step, so that its optimizer has allocated its state."""
-    single = SingleBackend(policy(), optim, ComputeSpec(precision="fp32"))
+    single = SingleBackend(policy(), optim, TrainerComputeSpec(precision="fp32"))
     rows = tree()
     single.forward_backward(pack(rows, single.packing, {"rl": 9.0, "ce": 3.0}), LossSpec())
     single.optim_step()
@@ -112,9 +112,11 @@ def test_memory_of_qwen_05b_matches_hand_calculation() -> None:
     the last norm                                                                    896
                                                                              494,032,768
     """
-    run = half(compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4), max_tokens=16_384))
+    run = half(
+        compute=TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(ranks=4), max_tokens=16_384)
+    )
     shape = model_shape_from_config(policy_config(run))
-    assert shape == ModelShape(
+    assert shape == ModelParameterCounts(
         parameters=494_032_768, inside=24 * 14_909_440, products=24 * 14_909_440 + 136_134_656,
         largest_layer=14_912_384, outside=136_135_552, layers=24, width=896, mlp=4864, heads=14, head_size=64, kv_heads=2,
         vocabulary=151_936, window=32_768,

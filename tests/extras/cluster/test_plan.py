@@ -18,7 +18,7 @@ from ramify.extras.cluster import step_time_estimate
 from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
     DeviceHardwareSpec,
-    ModelShape,
+    ModelParameterCounts,
     device_of,
     model_shape_from_config,
 )
@@ -27,17 +27,17 @@ from ramify.extras.cluster.step_time_estimate import StepTokenCounts
 from ramify.extras.cluster.trainer_mesh_estimates import estimate_meshes
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
-from ramify.train.backends.base import ComputeSpec, ShardSpec
-from ramify.train.checkpoint import CheckpointStore, TrainingProgress
+from ramify.train.backends.base import FsdpSpec, TrainerComputeSpec
+from ramify.train.checkpoint import CheckpointedProgress, CheckpointStore
 from ramify.train.config import Run, to_plain_data
 from ramify.train.metrics import MetricsFile
-from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
+from ramify.train.placement.placement_spec import NodePoolSpec, PlacementSpec, RoleSpec
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from tests.extras.cluster.test_memory import half
 from tests.train.small import small
 
 COLOCATED = PlacementSpec(
-    pools={"main": NodePool(nodes=1, gpus=2, cpus=8)},
+    pools={"main": NodePoolSpec(nodes=1, gpus=2, cpus=8)},
     trainer=RoleSpec(gpus=1),
     inference=RoleSpec(gpus=1),
     colocate=(("trainer", "inference"),),
@@ -47,7 +47,7 @@ from tests.extras.cluster.test_plan import placed
 def run():
     return placed()
 """
-TOY = ModelShape(
+TOY = ModelParameterCounts(
     parameters=1000, inside=800, products=1000, largest_layer=400, outside=200, layers=2, width=10, mlp=20, heads=2,
     head_size=5, kv_heads=1, vocabulary=20, window=100,
 )  # fmt: skip
@@ -57,7 +57,7 @@ SLOW = DeviceHardwareSpec("slow", 1, tflops=1e-6, gb_per_s=1e-3)
 
 def placed(**changes: Any) -> Run:
     fields: dict[str, Any] = {
-        "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
+        "compute": TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(ranks=2), max_tokens=8192),
         "inference": InferenceSpec(num=2),
         "placement": COLOCATED,
     }
@@ -96,14 +96,14 @@ def test_plan_shows_placement_and_memory_of_each_role() -> None:
     weak = plan(placed(sandbox=SandboxSpec("process", allow_weaker=True)))
     assert weak.parts[-1].limits["all together, each at its limit"] == 128 * (2 << 30)
     assert found.too_large == []
-    large = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=16_384)
+    large = TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(ranks=2), max_tokens=16_384)
     small_ones = plan(placed(compute=large), ClusterPlanOptions(device="l4"))
     assert "share a device of 24 GB and hold" in small_ones.too_large[-1]
 
 
 def test_number_of_nodes_can_be_given_for_the_only_pool() -> None:
     four = placed(
-        compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4)),
+        compute=TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(ranks=4)),
         inference=InferenceSpec(num=4),
     )
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_step_time_matches_hand_calculation() -> None:
     assert step_time_estimate.estimate_step_seconds(
         apart, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5
     ).step == pytest.approx(18.4)
-    again = msgspec.structs.replace(run, compute=ComputeSpec(recompute=True))
+    again = msgspec.structs.replace(run, compute=TrainerComputeSpec(recompute=True))
     assert step_time_estimate.estimate_step_seconds(
         again, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares
     ).learning == pytest.approx(24.0)
@@ -169,7 +169,7 @@ def test_step_time_is_scaled_from_a_measured_run(tmp_path: Path) -> None:
     """One rank trained on 300 tokens per second and one engine sampled 50; two of each halve the
     time."""
     checkpoints = CheckpointStore(tmp_path, 1, 0)
-    checkpoints.save(TrainingProgress(step=3, config=to_plain_data(small())), {})
+    checkpoints.save(CheckpointedProgress(step=3, config=to_plain_data(small())), {})
     written = MetricsFile(tmp_path)
     for step, work_s in enumerate((40.0, 4.0, 4.0)):  # the first step is an outlier
         values = {
@@ -206,10 +206,10 @@ def test_thousand_ranks_are_limited_by_rollouts_and_weight_traffic() -> None:
     """20 rollouts keep only 20 ranks busy. Communication, not computation, limits the step: 8 bytes
     of gradients and gathered weights per parameter, over a network of 25 GB/s."""
     large = PlacementSpec(
-        pools={"main": NodePool(nodes=125, gpus=8, cpus=96)}, trainer=RoleSpec(gpus=1)
+        pools={"main": NodePoolSpec(nodes=125, gpus=8, cpus=96)}, trainer=RoleSpec(gpus=1)
     )
     run = placed(
-        compute=ComputeSpec(backend="fsdp", precision="bf16", shard=ShardSpec(ranks=1000)),
+        compute=TrainerComputeSpec(backend="fsdp", precision="bf16", shard=FsdpSpec(ranks=1000)),
         inference=InferenceSpec(urls=("http://127.0.0.1:9",)),
         placement=large,
     )
@@ -240,7 +240,9 @@ def test_moe_mesh_traffic_matches_hand_calculation() -> None:
     )  # fmt: skip
     shape = model_shape_from_config(config)
     assert (shape.experts, shape.experts_per_token) == (2 * 4 * 3 * 16 * 32, 2)
-    run = placed(compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=2)))
+    run = placed(
+        compute=TrainerComputeSpec(backend="fsdp", precision="fp32", shard=FsdpSpec(ranks=2))
+    )
     tokens = StepTokenCounts(400, 600, 10, "given")
     found = {
         (each.fields["replicas"], each.fields["tensor"], each.fields["experts"]): each

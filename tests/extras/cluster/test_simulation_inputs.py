@@ -14,7 +14,7 @@ from ramify.errors import ConfigError
 from ramify.extras.cluster.plan_and_simulate_commands import SIMULATE
 from ramify.extras.cluster.simulate import SimulationSetting, simulate
 from ramify.extras.cluster.simulation_inputs import read_measured_run
-from ramify.train.checkpoint import CheckpointStore, TrainingProgress
+from ramify.train.checkpoint import CheckpointedProgress, CheckpointStore
 from ramify.train.config import EvaluateSpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.sft_data import append_trajectories
 from ramify.train.execute import train
@@ -75,7 +75,7 @@ def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts
         {"items": items, "max_items": 9, "straggler_factor": 3.0, **rollouts},
         {"group": group, "concurrency": 64},
     )
-    state = TrainingProgress(
+    state = CheckpointedProgress(
         step=steps, config={"rl": {"sample": sample, "rollout": told}, "policy": {"slots": 32}}
     )
     CheckpointStore(out).save(state, {})

@@ -6,13 +6,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ramify.extras.studies.hindsight_hints import Hindsight, HintFilter
-from ramify.extras.studies.programs.judges import OracleJudge, RuleJudge, ShuffledHints, StepRules
+from ramify.extras.studies.hindsight_hints import HindsightHints, HintAcceptanceRules
+from ramify.extras.studies.programs.judges import (
+    OracleJudge,
+    ProgramErrorJudge,
+    RuleHintJudge,
+    ShuffledHints,
+)
 from ramify.extras.studies.programs.toy_program_language import (
     IMPORTED,
     NUM_CHECKED,
     NUM_WORDS,
-    ToyProgramExercise,
+    ProgramWritingExercise,
     generate_word_functions,
 )
 from ramify.tasks.base import Item, task_of
@@ -56,7 +61,7 @@ def judged(judge: Any, found: Trajectory, item: Item, turn: int | None = None) -
 def checked_problem(index: int = 0) -> tuple[Item, str, int]:
     """Return an item, a program with the wrong function for one checked word, and that word."""
     for item in task_of("programs").splits["train"][index : index + 100]:
-        problem = ToyProgramExercise.parse(item.question)
+        problem = ProgramWritingExercise.parse(item.question)
         assert problem is not None
         word = next(
             (w for w, _ in problem.steps if w < NUM_CHECKED and RIGHT[w] not in IMPORTED), None
@@ -71,12 +76,12 @@ def test_rule_judge_hints_at_the_function_named_in_the_error() -> None:
     item, code, word = checked_problem()
     error = f"TypeError: not @w{word}@f0 but @w{word}@f{RIGHT[word]}"
     failed = trajectory(item, (code, error, True))
-    verdict = judged(RuleJudge(), failed, item)
+    verdict = judged(RuleHintJudge(), failed, item)
     assert (verdict.accept, verdict.hint) == (True, f"use @w{word}@f{RIGHT[word]}")
-    assert not HintFilter(min_chars=5).rejects(verdict.hint, item, item.question)
+    assert not HintAcceptanceRules(min_chars=5).rejects(verdict.hint, item, item.question)
     assert judged(OracleJudge(), failed, item).hint == verdict.hint
     assert not judged(
-        RuleJudge(), trajectory(item, (code, "17", False)), item
+        RuleHintJudge(), trajectory(item, (code, "17", False)), item
     ).accept  # no error was shown
 
 
@@ -89,13 +94,15 @@ def test_oracle_judge_finds_mistakes_that_raised_no_error() -> None:
 def test_step_rules_vote_on_each_turn() -> None:
     item, code, _ = checked_problem()
     found = trajectory(item, (code, "TypeError: not …", True), (code, "17", False))
-    assert [judged(StepRules(), found, item, turn).votes for turn in range(3)] == [
+    assert [judged(ProgramErrorJudge(), found, item, turn).votes for turn in range(3)] == [
         (-1,),
         (1,),
         (1,),
     ]
     alone = trajectory(item)
-    assert judged(StepRules(), alone, item, 0).votes == (-1,)  # an answer without any evidence
+    assert judged(ProgramErrorJudge(), alone, item, 0).votes == (
+        -1,
+    )  # an answer without any evidence
 
 
 def test_shuffled_hints_come_from_another_problem() -> None:
@@ -104,13 +111,13 @@ def test_shuffled_hints_come_from_another_problem() -> None:
     group = Group(
         item.id, [trajectory(item, (code, error, True)), trajectory(item, (code, "17", False))]
     )
-    source = Hindsight(judge=RuleJudge(), filter=HintFilter(min_chars=5))
+    source = HindsightHints(judge=RuleHintJudge(), filter=HintAcceptanceRules(min_chars=5))
     context = SignalContext(step=3, items={item.id: item, other.id: other})
     first, second = asyncio.run(ShuffledHints(source).hints(group, context))
     (hint,) = first.at["0", 0]
     assert hint.startswith("use @w")
     about = int(hint.removeprefix("use @w").partition("@")[0])
-    assert about in {w for w, _ in ToyProgramExercise.parse(other.question).steps}  # type: ignore[union-attr]
+    assert about in {w for w, _ in ProgramWritingExercise.parse(other.question).steps}  # type: ignore[union-attr]
     assert first.reading.notes == {("0", 0): hint}  # on the turn that raised
     assert not second.at
     again, _ = asyncio.run(ShuffledHints(source).hints(group, context))

@@ -14,8 +14,8 @@ from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SandboxError
 from ramify.evaluate.attempt import attempt
 from ramify.extras.studies.programs.scripted_demonstrator import (
-    ProgramDemonstratorHabits,
-    RuleInHint,
+    ProgramDemonstratorSkill,
+    ProgramTaskRule,
     broken_rules,
     demonstrate,
     hint_text,
@@ -30,9 +30,9 @@ from ramify.extras.studies.programs.toy_program_language import (
     NUM_WORDS,
     PROGRAM_HINT,
     PROGRAM_WORDS,
-    BrokenRule,
+    BrokenProgramRule,
+    ProgramWritingExercise,
     ToyProgram,
-    ToyProgramExercise,
     generate_word_functions,
 )
 from ramify.models.chat_renderer import renderer_of
@@ -55,7 +55,7 @@ def some_program(rng: random.Random) -> ToyProgram:
     functions = {
         word: RIGHT[word] if rng.random() < 0.7 else rng.randrange(NUM_WORDS) for word in words
     }
-    problem = ToyProgramExercise(
+    problem = ProgramWritingExercise(
         rng.randrange(97), tuple((word, rng.randint(1, 9)) for word in words)
     )
     return problem.build_program(functions, tuple(each for each in IMPORTED if rng.random() < 0.6))
@@ -65,7 +65,7 @@ def test_programs_and_problems_are_parsed_and_run() -> None:
     program = ToyProgram.parse("from ops import f10;50@w3@f7@5@w9@f0@2")
     assert program is not None
     assert program.text == "from ops import f10;50@w3@f7@5@w9@f0@2"
-    assert ToyProgramExercise.parse("50@w3@5@w9@2\nhint: use @w3@f9") == ToyProgramExercise(
+    assert ProgramWritingExercise.parse("50@w3@5@w9@2\nhint: use @w3@f9") == ProgramWritingExercise(
         50, ((3, 5), (9, 2))
     )
     word, right = 2, KNOWN.right[2]
@@ -78,7 +78,7 @@ def test_programs_and_problems_are_parsed_and_run() -> None:
     wrong = ToyProgram.parse(f"50@w{word}@f{other}@5")
     assert wrong is not None
     broken = KNOWN.run(wrong)
-    assert broken == BrokenRule(word, right)
+    assert broken == BrokenProgramRule(word, right)
     assert KNOWN.error_message(wrong, broken) == f"TypeError: not @w2@f{other} but @w2@f{right}"
 
 
@@ -166,7 +166,7 @@ def test_splits_share_the_secret_but_no_problem() -> None:
     assert len({question for questions in splits.values() for question in questions}) == 1200
     assert all(item.metadata["secret"] == 0 for items in task.splits.values() for item in items[:3])
     assert programs(secret=1).splits["test"][0].gold != KNOWN.correct_answer(
-        ToyProgramExercise.parse(programs(secret=1).splits["test"][0].question)
+        ProgramWritingExercise.parse(programs(secret=1).splits["test"][0].question)
     )  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="steps=25 must be from 1 to 24"):
         programs(steps=25)
@@ -175,7 +175,7 @@ def test_splits_share_the_secret_but_no_problem() -> None:
 def test_rollout_scores_the_same_in_both_sandboxes() -> None:
     task = task_of("programs")
     item = task.splits["test"][0]
-    problem = ToyProgramExercise.parse(item.question)
+    problem = ProgramWritingExercise.parse(item.question)
     assert problem is not None
     needed = tuple(sorted({RIGHT[word] for word, _ in problem.steps} & set(IMPORTED)))
     right = problem.build_program(RIGHT, needed).text
@@ -228,11 +228,11 @@ def test_word_tokenizer_has_one_token_per_word() -> None:
 def test_demonstrator_has_the_expected_accuracy() -> None:
     task = task_of("programs")
     plain = [
-        demonstrate(item, ProgramDemonstratorHabits(hinted=0.0), 0, BARE)
+        demonstrate(item, ProgramDemonstratorSkill(hinted=0.0), 0, BARE)
         for item in task.splits["train"][:600]
     ]
     assert 0.03 < sum(each.correct for each in plain) / len(plain) < 0.10
-    expert = ProgramDemonstratorHabits(knows=1.0, remembers_import=1.0, hinted=0.0)
+    expert = ProgramDemonstratorSkill(knows=1.0, remembers_import=1.0, hinted=0.0)
     assert all(demonstrate(item, expert, 0, BARE).correct for item in task.splits["train"][:50])
     for each in plain:
         assert [message.role for message in each.messages] == ["user", "assistant"] * (
@@ -245,7 +245,7 @@ def test_demonstrator_has_the_expected_accuracy() -> None:
 def test_half_of_the_demonstrations_follow_a_hint_and_half_of_those_hints_are_wrong() -> None:
     task = task_of("programs")
     found = [
-        demonstrate(item, ProgramDemonstratorHabits(), 0, BARE)
+        demonstrate(item, ProgramDemonstratorSkill(), 0, BARE)
         for item in task.splits["train"][:400]
     ]
     hinted = [each for each in found if PROGRAM_HINT in each.messages[0].content]
@@ -272,7 +272,7 @@ def test_demonstrations_match_the_engine() -> None:
         return tuple(found.conversation(found.root))
 
     for item in islice(task.splits["train"], 8):
-        messages = demonstrate(item, ProgramDemonstratorHabits(hinted=0.0), 0, BARE).messages
+        messages = demonstrate(item, ProgramDemonstratorSkill(hinted=0.0), 0, BARE).messages
         assert asyncio.run(again(item, messages)) == messages
 
 
@@ -283,14 +283,14 @@ def test_hints_from_errors_and_from_the_library() -> None:
         "ImportError: from ops import f10;",
         "TypeError: not @w9@f20 but @w9@f4",
     ]
-    assert rules_from_errors(seen) == [RuleInHint(9, 4), RuleInHint(None, 10)]
+    assert rules_from_errors(seen) == [ProgramTaskRule(9, 4), ProgramTaskRule(None, 10)]
     assert hint_text(rules_from_errors(seen)) == "use @w9@f4from ops import f10;"
     assert hint_text([]) == ""
     silent = next(word for word in range(NUM_CHECKED, NUM_WORDS) if RIGHT[word] not in IMPORTED)
-    problem = ToyProgramExercise(5, ((silent, 1),))
+    problem = ProgramWritingExercise(5, ((silent, 1),))
     wrong = problem.build_program({silent: (RIGHT[silent] + 1) % 10})
     assert rules_from_errors([str(KNOWN.run(wrong))]) == []  # no error mentions it
     assert broken_rules(problem, ["no program", wrong.text], KNOWN) == [
-        RuleInHint(silent, RIGHT[silent])
+        ProgramTaskRule(silent, RIGHT[silent])
     ]
     assert broken_rules(problem, [problem.build_program(RIGHT).text], KNOWN) == []

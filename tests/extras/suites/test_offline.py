@@ -34,12 +34,12 @@ from ramify.extras.suites import (
     oolong_pairs,
     planted,
 )
-from ramify.tasks.base import Item, SimpleTask, items_of, task_of
+from ramify.tasks.base import DatasetTask, Item, items_of, task_of
 from ramify.testing.offline_model import (
     OFFLINE_SUITES,
-    AccuracyCurve,
     OfflineModel,
     OfflineModelSuiteStrategy,
+    SimulatedAccuracyCurve,
 )
 from ramify.types.message import Message
 
@@ -52,17 +52,17 @@ ROWS = [
     for family in families
 ]
 PERFECT, HALF, WRONG = (
-    OfflineModel(curve=AccuracyCurve(((1, share),))) for share in (1.0, 0.5, 0.0)
+    OfflineModel(curve=SimulatedAccuracyCurve(((1, share),))) for share in (1.0, 0.5, 0.0)
 )
 
 
-def suite_task(suite: str, family: str | None = None) -> SimpleTask:
+def suite_task(suite: str, family: str | None = None) -> DatasetTask:
     task = task_of(suite, tokens=5_000, families=None if family is None else (family,))
-    assert isinstance(task, SimpleTask)
+    assert isinstance(task, DatasetTask)
     return task
 
 
-def score(task: SimpleTask, answer: str, item: Item) -> float:
+def score(task: DatasetTask, answer: str, item: Item) -> float:
     reward = task.reward(answer, item)  # type: ignore[operator,call-arg]
     assert isinstance(reward, float)
     return reward

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.tasks.base import Item, SimpleTask, items_of, task_of
+from ramify.tasks.base import DatasetTask, Item, items_of, task_of
 from ramify.tasks.validation import validate
 
 pytest.importorskip("pyarrow")
@@ -127,9 +127,9 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     return str(path)
 
 
-def loaded(suite: str, path: str) -> tuple[SimpleTask, list[Item]]:
+def loaded(suite: str, path: str) -> tuple[DatasetTask, list[Item]]:
     task = task_of(suite, test=path)
-    assert isinstance(task, SimpleTask)
+    assert isinstance(task, DatasetTask)
     return task, list(items_of(task, "test"))
 
 

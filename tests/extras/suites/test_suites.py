@@ -19,8 +19,8 @@ from ramify.extras import ENTRY_POINTS
 from ramify.extras.suites.mrcr import MrcrScorer
 from ramify.extras.suites.niah import NeedleScorer
 from ramify.extras.suites.oolong_pairs import PairListF1Scorer
-from ramify.extras.suites.planted import PlantedFactScorer
-from ramify.tasks.base import SPLITS, Item, SimpleTask, items_of, task_of, total
+from ramify.extras.suites.planted import PlantedFactRecallScorer
+from ramify.tasks.base import SPLITS, DatasetTask, Item, items_of, task_of, total
 from ramify.tasks.validation import answer_only_trajectory, validate
 from tests.extras.suites.readers import READERS, read
 
@@ -39,16 +39,16 @@ NUM = 200
 """Items over which the score of a constant answer is computed."""
 
 
-def score(task: SimpleTask, item: Item, answer: Any) -> float:
+def score(task: DatasetTask, item: Item, answer: Any) -> float:
     return total(task.score(item, answer_only_trajectory(item, answer)).rewards, task.weights)
 
 
 @functools.cache
 def made(
     suite: str, family: str, tokens: int = 1_000, num: int = 4
-) -> tuple[SimpleTask, list[Item]]:
+) -> tuple[DatasetTask, list[Item]]:
     task = task_of(suite, tokens=tokens, families=(family,))
-    assert isinstance(task, SimpleTask)
+    assert isinstance(task, DatasetTask)
     return task, list(items_of(task, "test")[:num])
 
 
@@ -147,7 +147,7 @@ def test_the_order_of_values_does_not_show_which_one_is_right() -> None:
 @each_suite
 def test_the_page_states_the_score_of_the_best_constant_answer(suite: str) -> None:
     task = task_of(suite, tokens=1_000)
-    assert isinstance(task, SimpleTask)
+    assert isinstance(task, DatasetTask)
     items = list(items_of(task, "test")[:NUM])
     # The best constant is known from other items: their answers, and parts of them.
     rights = [right_of(item) for item in items_of(task, "train")[:50]]
@@ -323,4 +323,4 @@ def test_repeat_score(answer: Any, expected: float) -> None:
 )
 def test_fact_score(answer: Any, expected: float) -> None:
     item = Item("?", gold={"Lodavi": "4210", "Kelumo": "3100"})
-    assert PlantedFactScorer()(answer, item) == pytest.approx(expected)
+    assert PlantedFactRecallScorer()(answer, item) == pytest.approx(expected)

@@ -16,7 +16,7 @@ from ramify.clients.base import Request, Sampling
 from ramify.inference.http.http_engines import HttpEngineClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.base import LazyWeight, to_lazy_weights
+from ramify.inference.weight_sync.base import LazyExportWeight, to_lazy_weights
 from ramify.models.load import Policy
 from ramify.serve.policy_server import PolicyServer
 from ramify.types.message import Message
@@ -39,7 +39,7 @@ class World:
         self.trained, self.servers, self.locals, self.said = trained, servers, locals, said
         self.engines: HttpEngineClient
 
-    def sources(self) -> list[LazyWeight]:
+    def sources(self) -> list[LazyExportWeight]:
         return to_lazy_weights(self.trained.model.named_parameters(), torch.float32)
 
     async def train(self, version: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ramify.clients.base import Request, Sampling
-from ramify.errors import Refused, ServerFailed, TrainError
+from ramify.errors import RequestRefusedError, ServerStatusError, TrainError
 from ramify.inference.base import CachePressure
 from ramify.inference.http.engine_client import (
     combine_kv_cache_pressure,
@@ -23,7 +23,7 @@ from ramify.inference.http.engine_client import (
     parse_kv_cache_pressure,
 )
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.base import WeightPiece, to_lazy_weight
+from ramify.inference.weight_sync.base import WeightUpdateTensor, to_lazy_weight
 from ramify.models.weights import fingerprint, tensors_fingerprint
 from ramify.train.backends.lora import attach, base_tensors_and_adapters, merged_weights
 from ramify.types.message import Message, VersionSpan
@@ -55,7 +55,7 @@ def test_http_engine_gives_the_same_reply_as_the_embedded_engine() -> None:
             assert await made.engines.logprobs(ids) == pytest.approx(
                 await local.logprobs(ids), abs=1e-6
             )
-            with pytest.raises(Refused, match="leaves no room for a reply"):
+            with pytest.raises(RequestRefusedError, match="leaves no room for a reply"):
                 await made.engines.complete(request(7, 5, Message("user", "long " * WINDOW)))
             await local.close()
 
@@ -243,7 +243,7 @@ def test_lost_server_is_reported_and_its_trees_move() -> None:
             assert made.locals[1].version == 1
             await made.servers[1].__aexit__(None, None, None)
             with pytest.raises(
-                ServerFailed,
+                ServerStatusError,
                 match=r"no engine is left: http.* no longer answers; the failed request",
             ) as caught:
                 await made.engines.complete(request())
@@ -298,7 +298,7 @@ def test_engines_compute_with_the_shared_weights_of_the_trainer() -> None:
                 for name, tensor in made.locals[0].policy.model.state_dict().items()
             }
             await made.locals[0].receive_weights(
-                lambda: (WeightPiece(name, tensor) for name, tensor in whole.items())
+                lambda: (WeightUpdateTensor(name, tensor) for name, tensor in whole.items())
             )
             assert fingerprint(made.locals[0].policy.model) != first
             assert fingerprint(made.locals[1].policy.model) == first

@@ -15,7 +15,7 @@ import pytest
 
 from ramify.actors.child_process import ProcessHandle
 from ramify.actors.launcher import RoleInstanceId, free_port
-from ramify.errors import ServerFailed, TrainError
+from ramify.errors import ServerStatusError, TrainError
 from ramify.http_server.access import ListenAddress
 from ramify.inference.http.http_engines import HttpEngineClient
 from ramify.inference.http.inference_spec import InferenceSpec
@@ -253,7 +253,8 @@ def test_engine_that_does_not_return_is_given_up() -> None:
         async with world(1, restarts=2, return_s=0.3) as made:
             await stop(made, 0)
             with pytest.raises(
-                ServerFailed, match=r"no engine is left: .* did not come back: no engine answers"
+                ServerStatusError,
+                match=r"no engine is left: .* did not come back: no engine answers",
             ):
                 await made.engines.complete(request())
             assert [told.rpartition("; ")[2] for told in made.said] == [

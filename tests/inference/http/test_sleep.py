@@ -20,7 +20,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from ramify.errors import ConfigError, ServerFailed, TrainError
+from ramify.errors import ConfigError, ServerStatusError, TrainError
 from ramify.inference.http.engine_process import engine_command
 from ramify.inference.http.http_engines import HttpEngineClient
 from ramify.inference.http.inference_spec import InferenceSpec
@@ -320,7 +320,7 @@ def test_sleep_without_any_engine_left_is_an_error() -> None:
         async with sleep_world() as made:
             await made.servers[0].__aexit__(None, None, None)
             with pytest.raises(
-                ServerFailed, match=r"no engine is left: .* the failed request: POST .*/sleep"
+                ServerStatusError, match=r"no engine is left: .* the failed request: POST .*/sleep"
             ):
                 await made.engines.sleep()
             with pytest.raises(

@@ -19,8 +19,8 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
-    FullWeightsRequiredError,
-    LoraMatrix,
+    LoraAdaptedMatrix,
+    MissingDeltaBaseError,
     WeightReceiver,
     WeightSync,
     reserve_file_space,
@@ -226,7 +226,7 @@ def test_only_the_adapter_of_an_adapted_matrix_is_sent(by: str, dtype: torch.dty
     base = torch.randn(60, 50, generator=make).to(torch.bfloat16).float()  # of a checkpoint in bf16
     pair = [torch.randn(4, 50, generator=make), torch.randn(60, 4, generator=make)]
     held = torch.nn.Parameter(torch.randn(30, generator=make), requires_grad=False)
-    adapted = LoraMatrix(lambda: base, lambda: (pair[0], pair[1]), 0.5, base.dtype)
+    adapted = LoraAdaptedMatrix(lambda: base, lambda: (pair[0], pair[1]), 0.5, base.dtype)
 
     def carried(
         weight_sync: WeightSync,
@@ -324,7 +324,7 @@ def test_engine_with_another_base_gets_all_weights() -> None:
             weight_sync.chunks(to_lazy_weights(trained.items(), torch.float32), 2, whole=False)
         )
         with pytest.raises(
-            FullWeightsRequiredError,
+            MissingDeltaBaseError,
             match=r"builds on the weights '\w+', but this engine has 'none of them'",
         ):
             list(fresh.unpack_chunk(chunk.info))

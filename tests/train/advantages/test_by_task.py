@@ -19,7 +19,7 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import (
-    StepAdvantages,
+    OptimizerStepAdvantages,
     finish_advantages,
     needs_of,
     with_saved_state,
@@ -66,7 +66,7 @@ def groups(*parts: str) -> list[Group]:
     return found
 
 
-def loss_shares(assigned: StepAdvantages) -> dict[str, list[float]]:
+def loss_shares(assigned: OptimizerStepAdvantages) -> dict[str, list[float]]:
     """Rollout -> weight of each of its tokens' log-probabilities in the step's loss."""
     found: dict[str, list[float]] = {}
     for rollout in assigned.rollouts:

@@ -23,8 +23,8 @@ from ramify.train.advantages.credit_assignment import (
     root_credit,
     subtask_credit,
 )
-from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO, MaxRL, PassAtK
-from ramify.types.trajectory import CallForkOrigin, NewCallReason, Trajectory
+from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO, MaxRL, PassAtKEstimator
+from ramify.types.trajectory import CallForkOrigin, NewAgentCallReason, Trajectory
 from tests.train import trees as made
 
 mean = DrGRPO().compare
@@ -103,7 +103,7 @@ def test_per_role_does_not_compare_lm_calls_with_rlm_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    "baseline", [mean, RLOO().compare, GRPO().compare, MaxRL().compare, PassAtK().compare]
+    "baseline", [mean, RLOO().compare, GRPO().compare, MaxRL().compare, PassAtKEstimator().compare]
 )
 @pytest.mark.parametrize("num", [1, 2, 3, 7, 8])
 def test_scale_does_not_depend_on_how_many_trees_recursed(
@@ -289,8 +289,8 @@ def test_each_of_several_replies_to_an_agent_can_have_its_own_reward() -> None:
     def replies(first: float, second: float) -> Trajectory:
         fork = CallForkOrigin("0", -1)
         return made.tree(
-            made.call("0", 2, reward=first, cause=NewCallReason.NEW),
-            made.call("0:1", 2, reward=second, cause=NewCallReason.SAMPLE, fork=fork),
+            made.call("0", 2, reward=first, cause=NewAgentCallReason.NEW),
+            made.call("0:1", 2, reward=second, cause=NewAgentCallReason.SAMPLE, fork=fork),
             reward=0.0,
         )
 

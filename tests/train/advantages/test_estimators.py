@@ -19,7 +19,7 @@ import pytest
 from ramify.errors import ConfigError, TrainError
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import (
-    StepAdvantages,
+    OptimizerStepAdvantages,
     finish_advantages,
     needs_of,
     with_saved_state,
@@ -32,7 +32,7 @@ from ramify.train.advantages.group_estimators import (
     DrGRPO,
     Hierarchical,
     MaxRL,
-    PassAtK,
+    PassAtKEstimator,
     ReinforcePPBaseline,
 )
 from ramify.train.advantages.ppo import PPO
@@ -71,7 +71,7 @@ def roots(*rewards: float) -> list[Group]:
     ]
 
 
-def advantages(assigned: StepAdvantages) -> dict[str, list[float]]:
+def advantages(assigned: OptimizerStepAdvantages) -> dict[str, list[float]]:
     """Rollout/call -> advantages of its tokens."""
     found: dict[str, list[float]] = {}
     for rollout in assigned.rollouts:
@@ -107,7 +107,7 @@ def test_grpo_and_dr_grpo_on_a_worked_example() -> None:
         (GRPO(), [0.75 / (0.5 + 1e-6), *[-0.25 / (0.5 + 1e-6)] * 3]),
         (RLOO(), [1, -1 / 3, -1 / 3, -1 / 3]),
         (MaxRL(), [3 / (1 + 4e-6), *[-1 / (1 + 4e-6)] * 3]),
-        (PassAtK(), [1 / (0.5 + 1e-6), 0, 0, 0]),
+        (PassAtKEstimator(), [1 / (0.5 + 1e-6), 0, 0, 0]),
         (OPO(), [0.75, -0.25, -0.25, -0.25]),
         (Hierarchical(), [0.75, -0.25, -0.25, -0.25]),
         (ReinforcePPBaseline(), whitened(0.75, -0.25, -0.25, -0.25)),
@@ -139,7 +139,7 @@ WHOLE = [1] * 6 + [0] * 4 + [1] * 10  # return per token; the child's is its own
         (GRPO(credit="root"), [HALF_STD] * 6 + [-HALF_STD] * 4, None),
         (RLOO(credit="root"), [1] * 6 + [-1] * 4, None),
         (MaxRL(credit="root"), [0.5 / (0.5 + 1e-6)] * 6 + [-0.5 / (0.5 + 1e-6)] * 4, None),
-        (PassAtK(credit="root"), [2 * HALF_STD] * 6, None),
+        (PassAtKEstimator(credit="root"), [2 * HALF_STD] * 6, None),
         (OPO(credit="root"), [0.4] * 6 + [-0.6] * 4, None),  # the mean by length is 6/10
         (
             OPO(credit="per_role"),
@@ -213,11 +213,13 @@ def test_single_rollout_or_equal_rewards_give_no_signal(name: str) -> None:
 def test_maxrl_pass_at_k_and_opo_baselines() -> None:
     assert MaxRL().compare([3, 1, 1, 3]) == pytest.approx([0.5, -0.5, -0.5, 0.5], abs=1e-6)
     assert MaxRL().compare([-1, -3]) == [0, 0]
-    assert PassAtK().compare([3, 1, 0, 0]) == pytest.approx([2 / (math.sqrt(2) + 1e-6), 0, 0, 0])
-    assert PassAtK().compare([3, 3, 0]) == [0, 0, 0]
+    assert PassAtKEstimator().compare([3, 1, 0, 0]) == pytest.approx(
+        [2 / (math.sqrt(2) + 1e-6), 0, 0, 0]
+    )
+    assert PassAtKEstimator().compare([3, 3, 0]) == [0, 0, 0]
     assert OPO().compare([1, 0], [1, 3]) == [0.75, -0.25]
     assert OPO().compare([1, 0]) == [0.5, -0.5]
-    for each in (MaxRL().compare, PassAtK().compare, OPO().compare):
+    for each in (MaxRL().compare, PassAtKEstimator().compare, OPO().compare):
         assert (each([7]), each([]), each([0.1, 0.1])) == ([0], [], [0, 0])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.train.advantages.base import StepAdvantages
+from ramify.train.advantages.base import OptimizerStepAdvantages
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.advantages.token_loss_weights import RolloutTokenDivisor
 from ramify.types.trajectory import Group, Stop, Trajectory
@@ -30,7 +30,7 @@ def known_batch() -> list[Group]:
 
 
 def streams(
-    assigned: StepAdvantages,
+    assigned: OptimizerStepAdvantages,
 ) -> list[dict[tuple[str, int], tuple[list[float], list[float]]]]:
     """Return (advantages, rl) per rollout, call and turn."""
     return [

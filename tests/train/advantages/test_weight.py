@@ -6,8 +6,8 @@ import pytest
 
 from ramify.train.advantages.advantage_pipeline import has_signal
 from ramify.train.advantages.credit_assignment import (
-    LengthPenaltyScale,
-    RolloutLength,
+    GroupLengthMaxima,
+    RolloutTokenCounts,
     soft_overlong,
     subtract_length_penalty,
 )
@@ -91,8 +91,8 @@ def test_soft_overlong_penalty_grows_linearly_in_the_buffer() -> None:
 def test_length_penalty_scales_with_the_mean_reward() -> None:
     # mean 0.5; first: 0.5·10/100 + 0.1·50/100 + 0.1·1/10 = 0.11;  second: 0.25 + 0.1 + 0.1 = 0.45
     lengths, most = (
-        [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)],
-        LengthPenaltyScale(100, 100, 10),
+        [RolloutTokenCounts(10, 50, 1), RolloutTokenCounts(50, 100, 10)],
+        GroupLengthMaxima(100, 100, 10),
     )
     assert subtract_length_penalty([1, 0], lengths, most, 0.5) == pytest.approx([1 - 0.055, -0.225])
     assert subtract_length_penalty([0, 0], lengths, most, 0.5) == [0, 0]
@@ -102,8 +102,8 @@ def test_length_penalty_never_rewards_length() -> None:
     """Rewards may be negative, as `outcome` gives them: if their mean is not above 0 they stay as
     they are; with mean 0.25 the longer rollout loses 0.25 · 0.45."""
     lengths, most = (
-        [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)],
-        LengthPenaltyScale(100, 100, 10),
+        [RolloutTokenCounts(10, 50, 1), RolloutTokenCounts(50, 100, 10)],
+        GroupLengthMaxima(100, 100, 10),
     )
     for rewards in ([-1.1, -1.1], [-1.1, 1.0], [-0.6, 0.6]):
         assert subtract_length_penalty(rewards, lengths, most, 0.5) == rewards

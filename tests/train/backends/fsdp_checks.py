@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ramify.train.backends.base import ComputeSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, TrainerComputeSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.single_device import SingleBackend
@@ -18,15 +18,15 @@ from tests.train.backends.small import CONFIG, policy
 LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
 
 
-FP32 = ComputeSpec(precision="fp32")
+FP32 = TrainerComputeSpec(precision="fp32")
 
 
-def shard(**fields: Any) -> ComputeSpec:
+def shard(**fields: Any) -> TrainerComputeSpec:
     own = {name: fields.pop(name) for name in ("recompute",) if name in fields}
-    return ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, **fields), **own)
+    return TrainerComputeSpec(precision="fp32", shard=FsdpSpec(ranks=2, **fields), **own)
 
 
-def spread(ranks: FsdpRanks, compute: ComputeSpec | None = None) -> FsdpModel:
+def spread(ranks: FsdpRanks, compute: TrainerComputeSpec | None = None) -> FsdpModel:
     return ranks.shard_model(CONFIG, policy().model.state_dict(), compute=compute)
 
 

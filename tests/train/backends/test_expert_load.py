@@ -24,10 +24,10 @@ from ramify.inference.local.generation_request import GenerationState
 from ramify.inference.local.model_runner import create_runner
 from ramify.models.load import Policy
 from ramify.models.moe_routing import MoeRouters
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
-from ramify.train.losses import ImportanceSampling
+from ramify.train.losses import ImportanceSamplingLoss
 from ramify.train.losses.total_loss import LossSpec
 from ramify.types.training_sequences import Batch, TokenSequence
 from tests.train.backends.small import MIXTURE_SIZES, policy, row, tree
@@ -49,7 +49,7 @@ FAMILIES = [
 ]
 FREE = PackingCostModel(pair=0.0, share=0.0, join=0.0)
 LOSS = LossSpec(entropy=0.01)
-EXACT = ComputeSpec(precision="fp32")
+EXACT = TrainerComputeSpec(precision="fp32")
 
 
 def separate() -> list[TokenSequence]:
@@ -60,7 +60,7 @@ def separate() -> list[TokenSequence]:
 
 def learn(config: Any, batches: list[Batch], **compute: Any) -> tuple[dict[str, float], Any]:
     """Return (metrics, gradient by parameter name)."""
-    backend = SingleBackend(policy(config), compute=ComputeSpec(precision="fp32", **compute))
+    backend = SingleBackend(policy(config), compute=TrainerComputeSpec(precision="fp32", **compute))
     measured = backend.forward_backward(batches, LOSS)
     return measured, {name: each.grad for name, each in backend.model.named_parameters()}
 
@@ -231,7 +231,7 @@ def test_training_replays_expert_routes_reported_by_the_engine(share: bool):
     batches = pack([sequence], PackingSpec(share=share))
     found = torch.from_numpy(trained.logprobs(batches)[0])
     torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-4)
-    trained.forward_backward(batches, LossSpec(policy=ImportanceSampling()))
+    trained.forward_backward(batches, LossSpec(policy=ImportanceSamplingLoss()))
     ratio = (wanted - torch.from_numpy(sequence.sampler_logprobs[5:])).exp()
     (-ratio.mean()).backward()
     gates = zip(ours.model.model.layers, plain.model.model.layers, strict=True)  # type: ignore[union-attr]

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.lora import attach, merged_weights
@@ -54,7 +54,7 @@ GPT2 = GPT2Config(
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpRanks]:
     torch.set_num_threads(1)
     found = FsdpRanks(
-        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)),
+        TrainerComputeSpec(precision="fp32", shard=FsdpSpec(ranks=2, timeout_s=200)),
         dumps=tmp_path_factory.mktemp("dumps"),
     )
     yield found
@@ -176,7 +176,7 @@ def test_bf16_loss_is_close_to_fp32(ranks: FsdpRanks):
     batches = pack(tree(), PackingSpec(max_tokens=60))
     wanted = SingleBackend(policy(), None, FP32).forward_backward(batches, LOSS)["loss"]
     for reduce in ("fp32", "bf16"):
-        compute = ComputeSpec(precision="bf16", shard=ShardSpec(ranks=2, reduce=reduce))  # type: ignore[arg-type]
+        compute = TrainerComputeSpec(precision="bf16", shard=FsdpSpec(ranks=2, reduce=reduce))  # type: ignore[arg-type]
         fsdp = spread(ranks, compute).backend()
         assert fsdp.forward_backward(batches, LOSS)["loss"] == pytest.approx(wanted, rel=0.02)
         assert fsdp.optim_step()["grad_norm"] > 0
@@ -195,7 +195,7 @@ def test_critic_values_in_bf16_are_close_to_fp32(ranks: FsdpRanks):
     batches, optim = pack(rows, PackingSpec(max_tokens=60)), OptimizerSpec(lr=1e-3)
     single = SingleBackend(policy(), optim, FP32, critic=True)
     for gather in ("layer", "step"):
-        compute = ComputeSpec(precision="bf16", shard=ShardSpec(ranks=2, gather=gather))  # type: ignore[arg-type]
+        compute = TrainerComputeSpec(precision="bf16", shard=FsdpSpec(ranks=2, gather=gather))  # type: ignore[arg-type]
         fsdp = ranks.shard_model(
             CONFIG, policy().model.state_dict(), compute=compute, critic=True
         ).backend(optim, critic=True)
@@ -425,7 +425,9 @@ def test_killed_rank_is_named_and_training_resumes_with_fewer_ranks(
     with pytest.raises(TrainError, match=r"rank 1 .* is lost"):
         fsdp.logprobs(batches)
     ranks.close()
-    alone = FsdpRanks(ComputeSpec(precision="fp32", shard=ShardSpec(ranks=1, save_async=False)))
+    alone = FsdpRanks(
+        TrainerComputeSpec(precision="fp32", shard=FsdpSpec(ranks=1, save_async=False))
+    )
     try:
         resumed = alone.shard_model(CONFIG, policy(seed=1).model.state_dict()).backend(optim)
         resumed.load(tmp_path)
@@ -450,7 +452,7 @@ class Sleeper(DppoTv, frozen=True, kw_only=True, tag="sleeper"):
 @pytest.mark.slow
 def test_stalled_rank_is_named_with_its_stack(tmp_path: Path):
     ranks = FsdpRanks(
-        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=10)),
+        TrainerComputeSpec(precision="fp32", shard=FsdpSpec(ranks=2, timeout_s=10)),
         dumps=tmp_path,
     )
     try:
@@ -474,19 +476,19 @@ def test_invalid_shard_specs_are_rejected_before_any_rank_starts(monkeypatch: py
     with pytest.raises(
         ConfigError, match=r"6 ranks do not fit a mesh of 4 replicas: 6 = 4 x 1 \+ 2"
     ):
-        ShardSpec(ranks=6, replicas=4)
+        FsdpSpec(ranks=6, replicas=4)
     with pytest.raises(ConfigError, match=r"1 ranks do not fit a mesh of 2 replicas"):
-        FsdpRanks(ComputeSpec(shard=ShardSpec(replicas=2)))
+        FsdpRanks(TrainerComputeSpec(shard=FsdpSpec(replicas=2)))
     with pytest.raises(
         ConfigError, match="offload moves weights from a GPU to main memory; this run has no GPU"
     ):
-        FsdpRanks(ComputeSpec(shard=ShardSpec(offload=True)))
+        FsdpRanks(TrainerComputeSpec(shard=FsdpSpec(offload=True)))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
             ConfigError, match=f"port={port} is not available .*another run may use it"
         ):
-            FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2, port=port)))
+            FsdpRanks(TrainerComputeSpec(shard=FsdpSpec(ranks=2, port=port)))
     for name, value in (
         ("RANK", "0"),
         ("WORLD_SIZE", "4"),
@@ -495,9 +497,9 @@ def test_invalid_shard_specs_are_rejected_before_any_rank_starts(monkeypatch: py
     ):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"compute.shard.ranks=2, but torchrun started 4"):
-        FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2)))
+        FsdpRanks(TrainerComputeSpec(shard=FsdpSpec(ranks=2)))
 
 
 def test_fsdp2_is_a_deprecated_alias_of_fsdp():
     with pytest.warns(DeprecationWarning, match="fsdp2 is called fsdp here"):
-        assert ComputeSpec(backend="fsdp2") == ComputeSpec(backend="fsdp")
+        assert TrainerComputeSpec(backend="fsdp2") == TrainerComputeSpec(backend="fsdp")

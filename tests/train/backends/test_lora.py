@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from ramify.errors import ConfigError
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.lora import attach, merged_weights
 from ramify.train.backends.single_device import SingleBackend
-from ramify.train.backends.trained_model import LocalTrainedModel
+from ramify.train.backends.trained_model import InProcessTrainedModel
 from ramify.train.data.pack import pack
 from ramify.train.losses.total_loss import LossSpec
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
 from tests.train.checkpoints import chat_checkpoint
 
-FP32 = ComputeSpec(precision="fp32")
+FP32 = TrainerComputeSpec(precision="fp32")
 
 
 def model() -> nn.Module:
@@ -80,7 +80,7 @@ def test_reference_is_the_policy_without_its_adapters(with_critic: bool, tmp_pat
     adapters was trained before, the reference must be a second model."""
     policy, plain = small_policy(), SingleBackend(small_policy(), None, FP32)
     attach(policy.model, 2, 6.0, "all-linear", 3)
-    here = LocalTrainedModel(policy, FP32, tmp_path)
+    here = InProcessTrainedModel(policy, FP32, tmp_path)
     backend = (
         here.with_critic(OptimizerSpec(lr=0.01), None)
         if with_critic

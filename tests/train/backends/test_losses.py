@@ -23,7 +23,7 @@ from ramify.train.losses import (
     POLICY_LOSSES,
     ClipCov,
     CriticOnlyLoss,
-    ImportanceSampling,
+    ImportanceSamplingLoss,
     KlCov,
     PpoClip,
 )
@@ -182,7 +182,7 @@ def test_critic_learns_the_returns() -> None:
         assert set(first) == {0.0}
         before = {name: each.clone() for name, each in backend.weights()}
         loss = LossSpec(
-            policy=ImportanceSampling(),
+            policy=ImportanceSamplingLoss(),
             value=msgspec.convert({"clip": None}, type(LossSpec().value)),
         )
         missed = []
@@ -208,7 +208,7 @@ def test_infinite_gradient_of_policy_or_critic_stops_both(bad: str) -> None:
         row.ce = None
         row.streams["values"] = np.zeros(len(row), np.float32)
         row.streams["returns"] = np.where(row.rl != 0, 0.7, 0).astype(np.float32)
-    batches, loss = pack(rows), LossSpec(policy=ImportanceSampling())
+    batches, loss = pack(rows), LossSpec(policy=ImportanceSamplingLoss())
     own.forward_backward(batches, loss)
     before = [
         each.detach().clone()

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen3M
 
 from ramify.errors import ConfigError
 from ramify.models.weights import read_weights, tensors_fingerprint
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
-from ramify.train.backends.fsdp import FsdpRanks, FsdpTrainedModel
+from ramify.train.backends.base import FsdpSpec, OptimizerSpec, TrainerComputeSpec
+from ramify.train.backends.fsdp import FsdpRanks, ShardedTrainedModel
 from ramify.train.backends.lora import attach
 from ramify.train.backends.mesh import DeviceMeshSizes
 from ramify.train.backends.sharded_lora import AdapterSpec
@@ -48,15 +48,15 @@ OPTIM = OptimizerSpec(lr=1e-5, max_grad_norm=0.5)
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpRanks]:
     torch.set_num_threads(1)
     found = FsdpRanks(
-        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)),
+        TrainerComputeSpec(precision="fp32", shard=FsdpSpec(ranks=2, timeout_s=200)),
         dumps=tmp_path_factory.mktemp("dumps"),
     )
     yield found
     found.close()
 
 
-def compute(**shard: Any) -> ComputeSpec:
-    return ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, **shard))
+def compute(**shard: Any) -> TrainerComputeSpec:
+    return TrainerComputeSpec(precision="fp32", shard=FsdpSpec(ranks=2, **shard))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_training_steps_match_single_process(
         config, dict(policy(config).model.state_dict()), compute=compute(**shard)
     )
     ours = model.backend(OPTIM)
-    single = SingleBackend(policy(config), OPTIM, ComputeSpec(precision="fp32"))
+    single = SingleBackend(policy(config), OPTIM, TrainerComputeSpec(precision="fp32"))
     batches = pack(tree(), PackingSpec(max_tokens=60, share=share))
     for _ in range(2):
         found, wanted = (each.forward_backward(batches, LOSS) for each in (ours, single))
@@ -101,7 +101,7 @@ def test_adapters_are_sharded_like_their_layers(ranks: FsdpRanks):
     ours = model.backend(OPTIM)
     theirs = policy()
     attach(theirs.model, lora.rank, lora.alpha, lora.targets, lora.seed)
-    single = SingleBackend(theirs, OPTIM, ComputeSpec(precision="fp32"))
+    single = SingleBackend(theirs, OPTIM, TrainerComputeSpec(precision="fp32"))
     batches = pack(tree(), PackingSpec(max_tokens=60))
     for _ in range(3):
         found, wanted = (each.forward_backward(batches, LOSS) for each in (ours, single))
@@ -205,32 +205,32 @@ def test_embedded_engine_too_large_for_its_device_is_rejected():
     ids=["heads", "experts", "no experts", "no plan", "a rule that matches nothing"],
 )
 def test_model_that_cannot_be_sharded_is_rejected(config: Any, shard: Any, message: str):
-    spec = ComputeSpec(backend="fsdp", shard=ShardSpec(**shard))
+    spec = TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(**shard))
     with pytest.raises(ConfigError) as refused:
-        FsdpTrainedModel.check_model(config, spec, "cpu", None, [])
+        ShardedTrainedModel.check_model(config, spec, "cpu", None, [])
     assert str(refused.value) == message
 
 
 def test_adapter_on_layer_with_unsupported_split_is_rejected():
     plan = {"model.layers.*.mlp.up_proj": "packed_colwise"}
-    spec = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2, tensor=2, tensor_plan=plan))
+    spec = TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(ranks=2, tensor=2, tensor_plan=plan))
     lora = AdapterSpec(rank=2, alpha=4.0)
     with pytest.raises(ConfigError) as refused:
-        FsdpTrainedModel.check_model(CONFIG, spec, "cpu", lora, [])
+        ShardedTrainedModel.check_model(CONFIG, spec, "cpu", lora, [])
     assert str(refused.value) == (
         "policy.lora: compute.shard.tensor splits 'model.layers.0.mlp.up_proj' as "
         "'packed_colwise', which is not supported for adapters (only colwise, "
         "colwise_gather_output, rowwise are): leave it out of lora.targets, or use tensor=1"
     )
-    FsdpTrainedModel.check_model(
+    ShardedTrainedModel.check_model(
         CONFIG, spec, "cpu", msgspec.structs.replace(lora, targets=("q_proj",)), []
     )
 
 
 def test_muon_is_rejected_with_tensor_parallelism():
-    spec = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2, tensor=2))
+    spec = TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(ranks=2, tensor=2))
     with pytest.raises(ConfigError, match="muon needs whole matrix columns"):
-        FsdpTrainedModel.check_model(CONFIG, spec, "cpu", None, [OptimizerSpec(kind="muon")])
+        ShardedTrainedModel.check_model(CONFIG, spec, "cpu", None, [OptimizerSpec(kind="muon")])
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_muon_is_rejected_with_tensor_parallelism():
 )
 def test_mesh_that_does_not_match_its_ranks_is_rejected(fields: Any, message: str):
     with pytest.raises(ConfigError) as refused:
-        ShardSpec(**fields)
+        FsdpSpec(**fields)
     assert str(refused.value) == message
 
 

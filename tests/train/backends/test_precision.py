@@ -21,7 +21,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
-from ramify.train.backends.base import ComputeSpec, ShardSpec, resolve_precision
+from ramify.train.backends.base import FsdpSpec, TrainerComputeSpec, resolve_precision
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.build_trainer import model_to_train
 from ramify.train.config import Run
@@ -32,7 +32,7 @@ from ramify.train.engine_consistency_checks import (
     TokenIdHashingClient,
 )
 from ramify.train.execute import train
-from ramify.train.load_run_parts import LoadedRunParts
+from ramify.train.load_run_parts import PreparedTrainingRun
 from ramify.train.numeric_precision import RunNumericPrecision, precision_of
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
@@ -56,7 +56,7 @@ PROMPT = [Message("user", "count rows of 'red' in a table with more columns than
 def test_auto_precision_follows_the_policy_dtype(
     asked: Any, dtype: torch.dtype, found: str
 ) -> None:
-    assert resolve_precision(ComputeSpec(precision=asked), dtype, "cpu").precision == found
+    assert resolve_precision(TrainerComputeSpec(precision=asked), dtype, "cpu").precision == found
 
 
 def chosen_precisions(
@@ -143,9 +143,9 @@ for name in dir(torch.cpu):
         setattr(torch.cpu, name, lambda: sys.argv[1] == "yes")
 import json
 from ramify.train.execute import train
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from tests.train.small import small
-run = small(compute=ComputeSpec())
+run = small(compute=TrainerComputeSpec())
 rows = []
 train(run, sys.argv[2], listener=rows.append)
 losses = [row.values[name] for row in rows for name in ("loss", "grad_norm") if name in row.values]
@@ -175,7 +175,7 @@ def test_run_does_not_depend_on_reported_bf16_support(tmp_path: Path) -> None:
 
 
 def run_with_precision(precision: Any, dtype: Any, **compute: Any) -> Run:
-    run = small(compute=ComputeSpec(precision=precision, **compute))
+    run = small(compute=TrainerComputeSpec(precision=precision, **compute))
     return msgspec.structs.replace(run, policy=msgspec.structs.replace(run.policy, dtype=dtype))
 
 
@@ -195,9 +195,7 @@ def test_every_precision_starts_and_trains(precision: str, dtype: str, tmp_path:
 
 
 def test_bf16_with_fsdp_starts_and_trains(tmp_path: Path) -> None:
-    run = run_with_precision(
-        "bf16", "auto", backend="fsdp", shard=ShardSpec(ranks=1, timeout_s=200)
-    )
+    run = run_with_precision("bf16", "auto", backend="fsdp", shard=FsdpSpec(ranks=1, timeout_s=200))
     assert train(run, tmp_path).step == 11
 
 
@@ -219,10 +217,11 @@ def test_every_stage_backend_uses_the_chosen_precision(
 
 def test_resumed_backend_uses_its_own_precision(tmp_path: Path) -> None:
     rows = tree()
-    rough = SingleBackend(small_policy(), compute=ComputeSpec(precision="bf16"))
+    rough = SingleBackend(small_policy(), compute=TrainerComputeSpec(precision="bf16"))
     rough.save(tmp_path)
     exact, resumed = (
-        SingleBackend(small_policy(), compute=ComputeSpec(precision="fp32")) for _ in range(2)
+        SingleBackend(small_policy(), compute=TrainerComputeSpec(precision="fp32"))
+        for _ in range(2)
     )
     resumed.load(tmp_path)
     batches = pack(rows, exact.packing)
@@ -233,7 +232,7 @@ def test_resumed_backend_uses_its_own_precision(tmp_path: Path) -> None:
 # --- the canary: rounding passes, a different model does not
 
 
-def sharp(made: LoadedRunParts, seed: int) -> Policy:
+def sharp(made: PreparedTrainingRun, seed: int) -> Policy:
     """A policy with log-probabilities down to -50: more confident than any trained one."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed)
     with torch.no_grad():
@@ -261,7 +260,7 @@ def worst_difference(precision: Any, engine: torch.dtype, rounding: float, other
     try:
         asyncio.run(
             check.check_engines(
-                SingleBackend(trained, compute=ComputeSpec(precision=precision)), at_once
+                SingleBackend(trained, compute=TrainerComputeSpec(precision=precision)), at_once
             )
         )
     finally:

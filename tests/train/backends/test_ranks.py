@@ -21,13 +21,13 @@ from ramify.errors import ConfigError, TrainError
 from ramify.models.weights import read_weights
 from ramify.train import run_record
 from ramify.train.advantages.ppo import PPO
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.launch import is_restarted
-from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunRendezvous
+from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunAddressExchange
 from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, Schedule, TaskSpec
 from ramify.train.execute import train
-from ramify.train.losses import ImportanceSampling, PolicyLossInputs
+from ramify.train.losses import ImportanceSamplingLoss, PolicyLossInputs
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import read_metrics
 from tests.packaged import TINY
@@ -37,16 +37,16 @@ from tests.train.small import small, weights_of
 from tests.train.test_killed_processes import GATE, LINUX
 
 STEADY = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward", "ref_kl")
-RANKS = ComputeSpec(precision="fp32", backend="fsdp", shard=ShardSpec(ranks=2, timeout_s=200))
+RANKS = TrainerComputeSpec(precision="fp32", backend="fsdp", shard=FsdpSpec(ranks=2, timeout_s=200))
 ADAPTED = """
 import os, time
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from tests.train.backends.test_ranks import GATED, adapted
 
 def run():
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "1"):
         time.sleep(1)  # the other rank arrives early and finds leftovers of the previous attempt
-    return adapted(compute=ComputeSpec(precision="fp32", backend="fsdp"), task=GATED)
+    return adapted(compute=TrainerComputeSpec(precision="fp32", backend="fsdp"), task=GATED)
 """
 
 
@@ -149,7 +149,7 @@ def test_two_rank_run_matches_one_process_and_restart_is_bit_identical(
     assert run_record.read_group_records(killed).has_each_group_once
 
 
-class Sleepy(ImportanceSampling, frozen=True, kw_only=True, tag="sleepy"):
+class Sleepy(ImportanceSamplingLoss, frozen=True, kw_only=True, tag="sleepy"):
     """A loss that never returns on rank 1."""
 
     def per_token(self, tokens: PolicyLossInputs) -> Any:
@@ -253,7 +253,7 @@ def test_is_restarted_needs_an_earlier_attempt_in_the_agent_store(
     assert not is_restarted()
     world = RankInfo.of_environment()
     assert world is not None
-    TorchrunRendezvous(world).listen().close()  # as an earlier attempt does after its checks
+    TorchrunAddressExchange(world).listen().close()  # as an earlier attempt does after its checks
     assert is_restarted()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # another machine counted the restart
     assert is_restarted()
@@ -264,15 +264,15 @@ def test_is_restarted_needs_an_earlier_attempt_in_the_agent_store(
 @pytest.mark.parametrize(
     ("compute", "message"),
     [
-        (ComputeSpec(backend="fdsp"), r"unknown backend 'fdsp': did you mean 'fsdp'\?"),
+        (TrainerComputeSpec(backend="fdsp"), r"unknown backend 'fdsp': did you mean 'fsdp'\?"),
         (
-            ComputeSpec(backend="fsdp", shard=ShardSpec(replicas=4)),
+            TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(replicas=4)),
             r"1 ranks do not fit a mesh of 4 replicas: 1 = 4 x 0 \+ 1",
         ),
     ],
 )
 def test_invalid_compute_specs_are_rejected_before_the_run_starts(
-    compute: ComputeSpec, message: str, tmp_path: Path
+    compute: TrainerComputeSpec, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(small(compute=compute), tmp_path / "out")

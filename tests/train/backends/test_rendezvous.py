@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
+from ramify.actors.connect_back import ConnectBackListener, WorkerConnectInfo
 from ramify.actors.rank_key_value_store import KeyValueStoreClient, KeyValueStoreServer
 from ramify.actors.run_channel import AuthenticatedChannel, connect
 from ramify.errors import ConfigError, TrainError
-from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunRendezvous
+from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunAddressExchange
 
 KEY = "a key that all machines were given"
 
@@ -35,11 +35,11 @@ def agent_store(monkeypatch: pytest.MonkeyPatch) -> Any:
     return store
 
 
-def member(rank: int, port: int, is_local: bool) -> TorchrunRendezvous:
-    return TorchrunRendezvous(RankInfo(rank, 2, rank, "127.0.0.1", port, is_local))
+def member(rank: int, port: int, is_local: bool) -> TorchrunAddressExchange:
+    return TorchrunAddressExchange(RankInfo(rank, 2, rank, "127.0.0.1", port, is_local))
 
 
-def joins(ticket: ConnectBackTicket, listener: ConnectBackListener) -> int:
+def joins(ticket: WorkerConnectInfo, listener: ConnectBackListener) -> int:
     """Connect with a ticket; returns what the listener hears."""
     joining = threading.Thread(target=lambda: connect(ticket.address, ticket.key, 1).close())
     joining.start()

@@ -18,7 +18,7 @@ from transformers import GPT2Config, MistralConfig
 
 from ramify.errors import ConfigError, TrainError
 from ramify.models.dense import compile_layers
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import PackingCostModel, PackingSpec, copy_to_sequences, pack
 from ramify.train.losses import DppoTv, PpoClip
@@ -111,9 +111,9 @@ def test_recomputing_activations_changes_nothing(config: Any):
     wanted = learn(pack(tree()), SingleBackend(policy(config)))
     model = policy(config)
     for compute in (
-        ComputeSpec(recompute=True),
-        ComputeSpec(recompute=True),
-        ComputeSpec(max_logits=VOCAB * 5),
+        TrainerComputeSpec(recompute=True),
+        TrainerComputeSpec(recompute=True),
+        TrainerComputeSpec(max_logits=VOCAB * 5),
     ):
         backend = SingleBackend(model, compute=compute)
         check_same(learn(pack(tree()), backend), wanted)
@@ -141,18 +141,18 @@ def test_compiled_layers_give_the_same_gradients():
 def test_compile_option_names_the_compiler_of_each_layer():
     model = policy()
     for compile, compiler in ((True, "inductor"), (False, None)):
-        made = SingleBackend(model, compute=ComputeSpec(compile=compile)).model
+        made = SingleBackend(model, compute=TrainerComputeSpec(compile=compile)).model
         assert {layer.compiler for layer in made.model.layers} == {compiler}
 
 
 def test_compiling_another_model_is_rejected():
     with pytest.raises(ConfigError, match="this model is a GPT2LMHeadModel: remove it"):
-        SingleBackend(policy(GPT2), compute=ComputeSpec(compile=True))
+        SingleBackend(policy(GPT2), compute=TrainerComputeSpec(compile=True))
 
 
 def test_compile_under_shard_is_its_earlier_name():
     with pytest.warns(DeprecationWarning, match="is called compute.compile here"):
-        assert ComputeSpec(shard=ShardSpec(compile=True)).compile
+        assert TrainerComputeSpec(shard=FsdpSpec(compile=True)).compile
 
 
 def test_transformers_module_gets_same_gradients_on_forest_and_rows():
@@ -175,14 +175,14 @@ def test_model_without_prefix_sharing_is_packed_as_rows():
     backend = SingleBackend(as_module(config))
     assert not backend.packing.share
     loss, gradient = learn(pack(tree(), backend.packing), backend)
-    one_by_one = SingleBackend(as_module(config), compute=ComputeSpec(max_tokens=1))
+    one_by_one = SingleBackend(as_module(config), compute=TrainerComputeSpec(max_tokens=1))
     check_same(learn(pack(tree(), one_by_one.packing), one_by_one), (loss, gradient))
 
 
 def test_bf16_loss_and_gradient_are_close_to_fp32():
     loss, gradient = learn(pack(tree()))
     other, rough = learn(
-        pack(tree()), SingleBackend(policy(), compute=ComputeSpec(precision="bf16"))
+        pack(tree()), SingleBackend(policy(), compute=TrainerComputeSpec(precision="bf16"))
     )
     assert other == pytest.approx(loss, rel=0.1)
     whole, whole_rough = (

@@ -13,7 +13,7 @@ from ramify.errors import ConfigError
 from ramify.train.advantages.sft import SFT
 from ramify.train.config import PolicySpec, Run, SftSpec
 from ramify.train.data.pack import PackingSpec, pack
-from ramify.train.load_run_parts import LoadedRunParts
+from ramify.train.load_run_parts import PreparedTrainingRun
 from ramify.train.policy_dependent_defaults import scratch_model_config, suggested_vocabulary_size
 from ramify.train.sft_training_data import message_demonstrations, num_demo_items
 from ramify.types.trajectory import Trajectory
@@ -56,7 +56,7 @@ def learned(shown: Trajectory) -> list[tuple[int, list[str], str]]:
     ]
 
 
-def parts_of(demos: str, **sft: Any) -> tuple[Run, LoadedRunParts]:
+def parts_of(demos: str, **sft: Any) -> tuple[Run, PreparedTrainingRun]:
     run = small(policy=PolicySpec(), warmup=None, rl=None, sft=SftSpec(demos=demos, **sft))
     return run, assemble(run)
 

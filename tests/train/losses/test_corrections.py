@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError
-from ramify.train.losses import ImportanceSampling, PolicyLossInputs, PpoClip
+from ramify.train.losses import ImportanceSamplingLoss, PolicyLossInputs, PpoClip
 from ramify.train.losses.base import SequenceSums
 from ramify.train.losses.corrections import (
     CORRECTIONS,
@@ -112,7 +112,7 @@ def test_corrections_need_old_logprobs_from_the_trainer() -> None:
         ConfigError, match=r"no stream 'old_logprobs'; attach it, or set loss\.old=now"
     ):
         compute(loss, entries())
-    at_once = msgspec.structs.replace(loss, old="now", policy=ImportanceSampling())
+    at_once = msgspec.structs.replace(loss, old="now", policy=ImportanceSamplingLoss())
     gap = np.minimum(np.exp(NOW - SAMPLER), 2.0)
     assert compute(at_once, entries())[0].item() == pytest.approx(
         (-np.exp(NOW - SAMPLER) * A * gap).sum() / 5
@@ -129,10 +129,10 @@ def test_corrections_need_old_logprobs_from_the_trainer() -> None:
         (LossSpec(policy=PpoClip()), 1, "sampler"),
         (LossSpec(policy=PpoClip()), 2, "pass"),
         (LossSpec(policy=PpoClip(), old="sampler"), 2, "sampler"),
-        (LossSpec(policy=ImportanceSampling()), 2, "sampler"),
-        (LossSpec(policy=ImportanceSampling(), corrections=(IcePop(),)), 1, "now"),
-        (LossSpec(policy=ImportanceSampling(), corrections=(IcePop(),)), 4, "pass"),
-        (LossSpec(policy=ImportanceSampling(), corrections=(Opsm(),)), 4, "sampler"),
+        (LossSpec(policy=ImportanceSamplingLoss()), 2, "sampler"),
+        (LossSpec(policy=ImportanceSamplingLoss(), corrections=(IcePop(),)), 1, "now"),
+        (LossSpec(policy=ImportanceSamplingLoss(), corrections=(IcePop(),)), 4, "pass"),
+        (LossSpec(policy=ImportanceSamplingLoss(), corrections=(Opsm(),)), 4, "sampler"),
     ],
 )
 def test_source_of_old_logprobs_depends_on_loss_and_minibatches(
@@ -146,7 +146,7 @@ def test_opsm_masks_the_same_tokens_for_every_source_of_old_logprobs(
     old: Any,
 ) -> None:
     """Only the fourth token has A < 0 and is in a sequence that moved by more than 0.15."""
-    loss = LossSpec(policy=ImportanceSampling(), corrections=(Opsm(delta=0.15),), old=old)
+    loss = LossSpec(policy=ImportanceSamplingLoss(), corrections=(Opsm(delta=0.15),), old=old)
     _, tally = compute(loss, entries(**({"old_logprobs": OLD} if old == "pass" else {})))
     assert tally.metrics()["corrected_away"] == pytest.approx(0.2)
 

@@ -27,12 +27,12 @@ from ramify.train.losses import (
     DualClip,
     Gmpo,
     Gspo,
-    ImportanceSampling,
+    ImportanceSamplingLoss,
     KlCov,
+    MaskedImportanceSamplingLoss,
     PolicyLossInputs,
     PpoClip,
     ProxApprox,
-    RolloutIs,
     Sapo,
     importance_ratio,
 )
@@ -129,7 +129,7 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
         (-RHO * A + 0.1 * (L - M) ** 2).tolist(),
         (-RHO * A + 0.2 * (L - M)).tolist(),
     ),
-    (ImportanceSampling(), (-RHO * A).tolist(), (-RHO * A).tolist()),
+    (ImportanceSamplingLoss(), (-RHO * A).tolist(), (-RHO * A).tolist()),
     (
         # The first sequence is within bounds; in the second only A < 0 has a slope.
         Gspo(clip_low=0.2, clip_high=0.3),
@@ -142,7 +142,7 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
         (-MEAN_A * G * np.array([1, 0, 1, 0, 1])).tolist(),
     ),
     (
-        RolloutIs(),  # rho = 1.5, .55, 1, 5, .89 within (.8, 1.28)
+        MaskedImportanceSamplingLoss(),  # rho = 1.5, .55, 1, 5, .89 within (.8, 1.28)
         [0.0, 0.0, -0.5 * L[2], 0.0, -RHO[4] * 3 * L[4]],
         [0.0, 0.0, -0.5, 0.0, -RHO[4] * 3],
     ),
@@ -200,10 +200,10 @@ def test_policy_loss_values_and_slopes(loss: Any, values: list[float], slopes: l
         (DualClip(), [1, 1, 0, 1, 0]),
         (Cispo(), [1, 1, 0, 1, 0]),
         (DppoTv(), [1, 1, 0, 0, 0]),
-        (ImportanceSampling(), [0, 0, 0, 0, 0]),
+        (ImportanceSamplingLoss(), [0, 0, 0, 0, 0]),
         (Gspo(clip_low=0.2, clip_high=0.3), [0, 0, 0, 0, 1]),
         (Gmpo(), [0, 1, 0, 1, 0]),
-        (RolloutIs(), [1, 1, 0, 1, 0]),
+        (MaskedImportanceSamplingLoss(), [1, 1, 0, 1, 0]),
         (Sapo(), [0, 0, 0, 0, 0]),
         (DppoKl(), [1, 1, 0, 0, 0]),
         (ClipCov(), [1, 1, 1, 0, 0]),
@@ -289,7 +289,7 @@ def entries(**changed: Any) -> BatchLossInputs:
 def test_each_loss_component_is_divided_by_its_own_denominator():
     """rl: importance sampling with weights .5 .5 1 0 .25 over 10; ce: weights 0 0 2 1 0 over 4."""
     given = entries(streams={"ce": [0, 0, 2.0, 1.0, 0]}, denominators={"rl": 10.0, "ce": 4.0})
-    loss = LossSpec(policy=ImportanceSampling())
+    loss = LossSpec(policy=ImportanceSamplingLoss())
     found, tally = compute(loss, given)
     rl = -(RHO * A * [0.5, 0.5, 1.0, 0.0, 0.25]).sum() / 10
     ce = -(L * [0, 0, 2, 1, 0]).sum() / 4
@@ -305,7 +305,7 @@ def test_kl_and_entropy_use_the_policy_gradient_weights():
     entropy = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
     given = entries(streams={"ref_logprobs": np.log(P_OLD)}, entropy=entropy)
     found, tally = compute(
-        LossSpec(policy=ImportanceSampling(), kl_beta=0.1, kl="k2", entropy=0.01), given
+        LossSpec(policy=ImportanceSamplingLoss(), kl_beta=0.1, kl="k2", entropy=0.01), given
     )
     k2 = (np.log(P_OLD) - L) ** 2 / 2
     weight = np.array([0.5, 0.5, 1.0, 0.0, 0.25])
@@ -444,7 +444,7 @@ def test_non_finite_entry_without_weight_is_ignored():
     broken = L.copy()
     broken[3] = -math.inf
     given = entries(logprobs=torch.tensor(broken, requires_grad=True))
-    found, _ = compute(LossSpec(policy=ImportanceSampling()), given)
+    found, _ = compute(LossSpec(policy=ImportanceSamplingLoss()), given)
     assert math.isfinite(found.item())
 
 

@@ -24,11 +24,11 @@ import pytest
 from ramify.actors.launcher import RoleInstanceId
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from ramify.train.config import Run
 from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import (
-    NodePool,
+    NodePoolSpec,
     PlacementSpec,
     RewardServiceSpec,
     RoleSpec,
@@ -53,7 +53,7 @@ NODE: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": Fa
 def spread_run(address: str = "") -> Run:
     """The trainer on one node, its engine and a rollout worker on another."""
     spec = PlacementSpec(
-        pools={"own": NodePool(cpus=0.8), "far": NodePool(cpus=1.6)},
+        pools={"own": NodePoolSpec(cpus=0.8), "far": NodePoolSpec(cpus=1.6)},
         trainer=RoleSpec(pool="own", cpus=0.4),
         address=address,
         inference=RoleSpec(pool="far", cpus=0.8),
@@ -61,7 +61,7 @@ def spread_run(address: str = "") -> Run:
         start_s=300,
     )
     return tuned(
-        compute=ComputeSpec(precision="fp32"),
+        compute=TrainerComputeSpec(precision="fp32"),
         inference=InferenceSpec(weight_sync="file"),
         placement=spec,
     )
@@ -92,7 +92,7 @@ def run_service_on_lost_nodes(cluster: Any, second: Any, folder: str) -> None:
     )
     spec = PlacementSpec(
         kind="ray",
-        pools={"own": NodePool(cpus=0.4), "far": NodePool(cpus=1.5)},
+        pools={"own": NodePoolSpec(cpus=0.4), "far": NodePoolSpec(cpus=1.5)},
         trainer=RoleSpec(pool="own", cpus=0.4),
         services={"judge": judge},
         address=cluster.address,

@@ -18,11 +18,11 @@ import pytest
 
 from ramify.errors import TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from ramify.train.config import Run
 from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics
-from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
+from ramify.train.placement.placement_spec import NodePoolSpec, PlacementSpec, RoleSpec
 from ramify.train.placement_plan import with_placement_kind
 from tests.train.backends.test_ranks import RANKS, check_measured, tuned
 
@@ -46,7 +46,7 @@ SMALL = RoleSpec(cpus=0.4)
 
 def placed() -> Run:
     """Two ranks and one engine, each in a separate placement slot."""
-    spec = PlacementSpec(pools={"main": NodePool(cpus=2)}, trainer=SMALL, inference=SMALL)
+    spec = PlacementSpec(pools={"main": NodePoolSpec(cpus=2)}, trainer=SMALL, inference=SMALL)
     return tuned(compute=RANKS, inference=InferenceSpec(), placement=spec)
 
 
@@ -131,7 +131,7 @@ def test_run_on_ray_matches_local_run_and_names_killed_rank(tmp_path: Path) -> N
     assert not list(tmp_path.glob(".ray*"))
 
     alone = msgspec.structs.replace(
-        placed(), compute=ComputeSpec(precision="fp32"), inference=None, placement=None
+        placed(), compute=TrainerComputeSpec(precision="fp32"), inference=None, placement=None
     )
     train(alone, tmp_path / "alone")
     check_measured(tmp_path / "ray", tmp_path / "alone", is_whole=False, abs=1e-5)

@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import NodeResourceSlot, RoleInstanceId, SlotResources
+from ramify.actors.launcher import HardwareResources, NodeResourceSlot, RoleInstanceId
 from ramify.actors.ray_launcher import check_bundles_fit, group_slots_by_node
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ComputeSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, TrainerComputeSpec
 from ramify.train.config import Run
 from ramify.train.config_overrides import override
 from ramify.train.placement.placement_slots import placement_slots
-from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
+from ramify.train.placement.placement_spec import NodePoolSpec, PlacementSpec, RoleSpec
 from ramify.train.placement_plan import num_processes_by_role, plan_placement, with_placement_kind
 from tests.train.small import small
 
@@ -25,28 +25,32 @@ NO = {"trainer": 0, "inference": 0, "rollouts": 0}
 
 
 def placed(placement: PlacementSpec, ranks: int = 0, engines: int = 0, **changes: Any) -> Run:
-    compute = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=ranks)) if ranks else ComputeSpec()
+    compute = (
+        TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(ranks=ranks))
+        if ranks
+        else TrainerComputeSpec()
+    )
     inference = InferenceSpec(num=engines) if engines else None
     return small(compute=compute, inference=inference, placement=placement, **changes)
 
 
 def test_colocated_roles_share_slots_and_others_get_separate_slots() -> None:
     together = PlacementSpec(
-        pools={"main": NodePool(nodes=2, gpus=2, cpus=8)},
+        pools={"main": NodePoolSpec(nodes=2, gpus=2, cpus=8)},
         trainer=GPU,
         inference=GPU,
         colocate=(("trainer", "inference"),),
     )
     found = placement_slots(together, NO | {"trainer": 4, "inference": 4})
     assert [(placement_slot.node, placement_slot.needs) for placement_slot in found] == [
-        (node, SlotResources(1, 2, 0)) for node in (0, 0, 1, 1)
+        (node, HardwareResources(1, 2, 0)) for node in (0, 0, 1, 1)
     ]
     assert found[3].members == (RoleInstanceId("trainer", 3), RoleInstanceId("inference", 3))
 
     apart = PlacementSpec(
         pools={
-            "train": NodePool(gpus=2, cpus=4),
-            "serve": NodePool(nodes=2, gpus=1, cpus=4, order="spread"),
+            "train": NodePoolSpec(gpus=2, cpus=4),
+            "serve": NodePoolSpec(nodes=2, gpus=1, cpus=4, order="spread"),
         },
         trainer=RoleSpec(pool="train", gpus=1),
         inference=RoleSpec(pool="serve", gpus=1),
@@ -119,7 +123,7 @@ def test_gpus_of_a_shared_slot_are_divided_among_its_processes() -> None:
 def test_spread_picks_the_emptiest_node_and_pack_the_first() -> None:
     for order, nodes in (("pack", [0, 0, 0]), ("spread", [0, 1, 2])):
         spec = PlacementSpec(
-            pools={"main": NodePool(nodes=3, cpus=4, order=order)}, trainer=RoleSpec(cpus=1)
+            pools={"main": NodePoolSpec(nodes=3, cpus=4, order=order)}, trainer=RoleSpec(cpus=1)
         )  # type: ignore[arg-type]
         assert [
             placement_slot.node for placement_slot in placement_slots(spec, NO | {"trainer": 3})
@@ -128,7 +132,7 @@ def test_spread_picks_the_emptiest_node_and_pack_the_first() -> None:
 
 def test_large_slots_are_placed_before_small_ones() -> None:
     spec = PlacementSpec(
-        pools={"main": NodePool(nodes=2, gpus=4, cpus=8)},
+        pools={"main": NodePoolSpec(nodes=2, gpus=4, cpus=8)},
         trainer=RoleSpec(gpus=1),
         inference=RoleSpec(gpus=4, cpus=1),
     )
@@ -141,7 +145,7 @@ def test_large_slots_are_placed_before_small_ones() -> None:
     [
         (
             PlacementSpec(
-                pools={"main": NodePool(nodes=2, gpus=4, cpus=64)},
+                pools={"main": NodePoolSpec(nodes=2, gpus=4, cpus=64)},
                 trainer=GPU,
                 inference=RoleSpec(gpus=2),
             ),
@@ -151,7 +155,7 @@ def test_large_slots_are_placed_before_small_ones() -> None:
         ),
         (
             PlacementSpec(
-                pools={"main": NodePool(nodes=2, gpus=3, cpus=64)}, inference=RoleSpec(gpus=2)
+                pools={"main": NodePoolSpec(nodes=2, gpus=3, cpus=64)}, inference=RoleSpec(gpus=2)
             ),
             {"inference": 3},
             "fit the pool 'main' in total, but not node by node: inference 2 needs 2 GPUs, 1 CPUs "
@@ -159,14 +163,14 @@ def test_large_slots_are_placed_before_small_ones() -> None:
         ),
         (
             PlacementSpec(
-                pools={"main": NodePool(cpus=64, memory_gb=100)}, trainer=RoleSpec(memory_gb=60)
+                pools={"main": NodePoolSpec(cpus=64, memory_gb=100)}, trainer=RoleSpec(memory_gb=60)
             ),
             {"trainer": 2},
             "trainer 2 x 60 = 120 GB, but it has 1 x 100 = 100",
         ),
         (
             PlacementSpec(
-                pools={"main": NodePool(gpus=4, cpus=9)},
+                pools={"main": NodePoolSpec(gpus=4, cpus=9)},
                 trainer=RoleSpec(gpus=2),
                 inference=RoleSpec(gpus=3),
                 colocate=(("trainer", "inference"),),
@@ -177,7 +181,7 @@ def test_large_slots_are_placed_before_small_ones() -> None:
         ),
         (
             PlacementSpec(
-                pools={"main": NodePool(gpus=6, cpus=64)},
+                pools={"main": NodePoolSpec(gpus=6, cpus=64)},
                 trainer=GPU,
                 inference=RoleSpec(gpus=2),
                 rollouts=RoleSpec(),
@@ -189,7 +193,8 @@ def test_large_slots_are_placed_before_small_ones() -> None:
         ),
         (
             PlacementSpec(
-                pools={"a": NodePool(cpus=4), "b": NodePool(cpus=4)}, trainer=RoleSpec(pool="a")
+                pools={"a": NodePoolSpec(cpus=4), "b": NodePoolSpec(cpus=4)},
+                trainer=RoleSpec(pool="a"),
             ),
             {"trainer": 1, "inference": 1},
             "placement.inference names no pool, but there are 2: a, b",
@@ -209,7 +214,7 @@ def test_roles_that_do_not_fit_are_rejected_with_the_arithmetic(
     ("make", "message"),
     [
         (
-            lambda: PlacementSpec(trainer=RoleSpec(pool="gpu"), pools={"gpus": NodePool()}),
+            lambda: PlacementSpec(trainer=RoleSpec(pool="gpu"), pools={"gpus": NodePoolSpec()}),
             "unknown pool 'gpu': did you mean 'gpus'",
         ),
         (lambda: PlacementSpec(colocate=(("trainer", "engines"),)), "unknown role 'engines'"),
@@ -217,7 +222,7 @@ def test_roles_that_do_not_fit_are_rejected_with_the_arithmetic(
             lambda: PlacementSpec(colocate=(("trainer",), ("trainer", "inference"))),
             "'trainer' is named twice",
         ),
-        (lambda: NodePool(nodes=0), "nodes=0 must be at least 1"),
+        (lambda: NodePoolSpec(nodes=0), "nodes=0 must be at least 1"),
         (lambda: RoleSpec(gpus=-1), "cannot be negative"),
         (
             lambda: override(small(placement=PlacementSpec()), ["placement.trainer.gpu=1"]),
@@ -240,9 +245,9 @@ def test_process_counts_come_from_the_run_or_the_placement() -> None:
         "rollouts": 0,
     }
     unsaid = small(
-        compute=ComputeSpec(backend="fsdp"),
+        compute=TrainerComputeSpec(backend="fsdp"),
         placement=PlacementSpec(
-            kind="ray", trainer=RoleSpec(count=3), pools={"m": NodePool(cpus=3)}
+            kind="ray", trainer=RoleSpec(count=3), pools={"m": NodePoolSpec(cpus=3)}
         ),
     )
     run, found = plan_placement(unsaid)
@@ -254,13 +259,15 @@ def test_process_counts_come_from_the_run_or_the_placement() -> None:
     with pytest.raises(ConfigError, match="but the run starts no engines: set inference"):
         plan_placement(placed(PlacementSpec(inference=RoleSpec(count=1))))
     with pytest.raises(ConfigError, match=r"set compute\.shard\.ranks"):
-        plan_placement(with_placement_kind(small(compute=ComputeSpec(backend="fsdp")), "ray"))
+        plan_placement(
+            with_placement_kind(small(compute=TrainerComputeSpec(backend="fsdp")), "ray")
+        )
 
 
 def test_run_that_does_not_fit_is_rejected_locally_and_on_ray(tmp_path: Any) -> None:
     from ramify.train.execute import train
 
-    spec = PlacementSpec(pools={"main": NodePool(cpus=3)}, trainer=RoleSpec(cpus=2))
+    spec = PlacementSpec(pools={"main": NodePoolSpec(cpus=3)}, trainer=RoleSpec(cpus=2))
     for kind in ("local", "ray"):
         with pytest.raises(ConfigError, match="trainer 2 x 2 = 4 CPUs, but it has 1 x 3 = 3"):
             train(with_placement_kind(placed(spec, ranks=2), kind), tmp_path / "out")
@@ -275,28 +282,34 @@ def test_single_process_run_needs_no_placement() -> None:
 
 def test_requested_bundles_are_checked_against_cluster_nodes() -> None:
     found = [
-        NodeResourceSlot("a", 0, SlotResources(1, 2), (RoleInstanceId("trainer", 0),)), NodeResourceSlot("a", 0, SlotResources(1, 2), (RoleInstanceId("trainer", 1),)),
-        NodeResourceSlot("a", 1, SlotResources(1, 2), (RoleInstanceId("trainer", 2),)), NodeResourceSlot("", 0, SlotResources(0, 1), (RoleInstanceId("rollouts", 0),)),
+        NodeResourceSlot("a", 0, HardwareResources(1, 2), (RoleInstanceId("trainer", 0),)), NodeResourceSlot("a", 0, HardwareResources(1, 2), (RoleInstanceId("trainer", 1),)),
+        NodeResourceSlot("a", 1, HardwareResources(1, 2), (RoleInstanceId("trainer", 2),)), NodeResourceSlot("", 0, HardwareResources(0, 1), (RoleInstanceId("rollouts", 0),)),
     ]  # fmt: skip
     asked = group_slots_by_node(found)
     assert asked == {
-        "a": [(SlotResources(2, 4), [0, 1]), (SlotResources(1, 2), [2])],
-        "": [(SlotResources(0, 1), [3])],
+        "a": [(HardwareResources(2, 4), [0, 1]), (HardwareResources(1, 2), [2])],
+        "": [(HardwareResources(0, 1), [3])],
     }
-    check_bundles_fit(asked, [SlotResources(2, 4, 9), SlotResources(2, 4, 9)], "the cluster")
+    check_bundles_fit(
+        asked, [HardwareResources(2, 4, 9), HardwareResources(2, 4, 9)], "the cluster"
+    )
     with pytest.raises(
         ConfigError, match=r"do not fit the cluster: 2 \+ 1 = 3 GPUs, but it has 1 \+ 1 = 2"
     ):
-        check_bundles_fit(asked, [SlotResources(1, 8, 9), SlotResources(1, 8, 9)], "the cluster")
+        check_bundles_fit(
+            asked, [HardwareResources(1, 8, 9), HardwareResources(1, 8, 9)], "the cluster"
+        )
     with pytest.raises(
         ConfigError,
         match="no node of the cluster has room for a slot of pool 'a', which needs 2 GPUs",
     ):
-        check_bundles_fit(asked, [SlotResources(1, 8, 9)] * 3, "the cluster")
+        check_bundles_fit(asked, [HardwareResources(1, 8, 9)] * 3, "the cluster")
 
 
 def test_placement_spec_round_trips_through_json() -> None:
     spec = PlacementSpec(
-        pools={"main": NodePool(nodes=2, gpus=4)}, trainer=GPU, colocate=(("trainer", "inference"),)
+        pools={"main": NodePoolSpec(nodes=2, gpus=4)},
+        trainer=GPU,
+        colocate=(("trainer", "inference"),),
     )
     assert msgspec.json.decode(msgspec.json.encode(spec), type=PlacementSpec) == spec

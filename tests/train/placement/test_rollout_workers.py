@@ -197,10 +197,10 @@ def test_items_keep_the_types_of_their_values() -> None:
 SILENT = """
 import sys, time
 from ramify.actors.connect_back import connect_back
-from ramify.train.placement.rollout_worker import RolloutWorkerSpec, WorkerMessage
+from ramify.train.placement.rollout_worker import RolloutWorkerSpec, RolloutWorkerMessage
 channel = connect_back()
 channel.receive(RolloutWorkerSpec)
-channel.send(WorkerMessage("ready"))
+channel.send(RolloutWorkerMessage("ready"))
 print("it hangs", flush=True)
 time.sleep(1000)
 """

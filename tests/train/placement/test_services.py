@@ -20,7 +20,7 @@ from ramify.errors import ConfigError
 from ramify.inference.http.engine_process import EngineProcess
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.placement.placement_spec import (
-    NodePool,
+    NodePoolSpec,
     PlacementSpec,
     RewardServiceSpec,
     RoleSpec,
@@ -91,7 +91,7 @@ def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) 
         asyncio.run(RewardServices(LocalLauncher(), {"judge": broken}, tmp_path).start())
 
     spec = PlacementSpec(
-        pools={"main": NodePool(gpus=1, cpus=4)},
+        pools={"main": NodePoolSpec(gpus=1, cpus=4)},
         services={"judge": RewardServiceSpec(command=("x",), variable="Y", gpus=1)},
     )
     _, found = plan_placement(small(placement=spec))

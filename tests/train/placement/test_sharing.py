@@ -10,15 +10,15 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.extras.cluster.plan import format_plan_lines, plan
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.backends.base import ComputeSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, TrainerComputeSpec
 from ramify.train.config import Run
-from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
+from ramify.train.placement.placement_spec import NodePoolSpec, PlacementSpec, RoleSpec
 from ramify.train.placement_plan import colocation_reason, with_sleep_mode
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from tests.extras.cluster.test_memory import half
 from tests.train.small import small
 
-POOL = {"main": NodePool(gpus=2, cpus=8)}
+POOL = {"main": NodePoolSpec(gpus=2, cpus=8)}
 
 
 def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
@@ -42,7 +42,7 @@ def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
         ({"inference": InferenceSpec(gpus=("4",))}, "3,4", ""),
         (
             {
-                "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
+                "compute": TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(ranks=2)),
                 "inference": InferenceSpec(gpus=("1",)),
             },
             None,
@@ -50,7 +50,7 @@ def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
         ),
         (
             {
-                "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)),
+                "compute": TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(ranks=2)),
                 "inference": InferenceSpec(gpus=("2",)),
             },
             None,
@@ -108,7 +108,7 @@ def test_engines_cannot_sleep_while_rollouts_run_ahead() -> None:
 
 def placed(**fields: Any) -> Run:
     return half(
-        compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192),
+        compute=TrainerComputeSpec(backend="fsdp", shard=FsdpSpec(ranks=2), max_tokens=8192),
         inference=InferenceSpec(num=2, **fields),
         placement=ray(1, 1, "trainer", "inference"),
     )

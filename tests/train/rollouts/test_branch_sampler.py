@@ -13,7 +13,7 @@ from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, SimpleTask, TaskStart, TrajectoryRewardFunction
+from ramify.tasks.base import DatasetTask, Item, RolloutInitialState, TrajectoryRewardFunction
 from ramify.train.branch_sampler import BranchOptions, rollout_fork_arguments
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message, Reply
@@ -29,7 +29,7 @@ def right(item: Item, trajectory: Trajectory) -> dict[str, float]:
     return {"correct": float(trajectory.answer == item.gold), "turns": len(trajectory.root.turns)}
 
 
-TASK = SimpleTask("forks", {"train": []}, TrajectoryRewardFunction(right), weights={"turns": 0.0})
+TASK = DatasetTask("forks", {"train": []}, TrajectoryRewardFunction(right), weights={"turns": 0.0})
 ITEM = Item("count", "text", gold=12, id="forks/train/0")
 
 
@@ -49,7 +49,7 @@ def counting() -> Any:
     return client(reply)
 
 
-def rolled(options: BranchOptions, model: Any = None, task: SimpleTask = TASK) -> Trajectory:
+def rolled(options: BranchOptions, model: Any = None, task: DatasetTask = TASK) -> Trajectory:
     async def main() -> Trajectory:
         async with RLM(model or counting(), limits=LIMITS, sandbox=JAIL, scaffold=SCAFFOLD) as rlm:
             return await attempt(
@@ -108,9 +108,9 @@ def test_entropy_forks_after_a_reply_less_certain_than_the_first() -> None:
 
 
 def test_state_outside_the_session_is_not_forked() -> None:
-    class Counted(SimpleTask):
-        async def prepare(self, item: Item) -> TaskStart:
-            return TaskStart(context=item.context, on_end=lambda answer: {})
+    class Counted(DatasetTask):
+        async def prepare(self, item: Item) -> RolloutInitialState:
+            return RolloutInitialState(context=item.context, on_end=lambda answer: {})
 
     found = rolled(BranchOptions(), task=Counted("counted", {"train": []}, right))
     assert not found.rewards

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction
+from ramify.tasks.base import DatasetTask, Item, TrajectoryRewardFunction
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import GROUPS, RolloutGroupRecord, read_metrics
-from ramify.train.rollouts.difficulty_pool import DifficultyPool
+from ramify.train.rollouts.difficulty_pool import NoSignalItemFilter
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.run_record import read_group_records
@@ -28,7 +28,7 @@ def _some_are_settled(item: Item, trajectory: Trajectory) -> float:
 
 
 ITEMS = [Item(f"{number}?", "text", gold=1.0, id=id) for number, id in enumerate(("a", "hard b"))]
-half_settled = SimpleTask(
+half_settled = DatasetTask(
     "half settled",
     {"train": ITEMS, "validation": ITEMS},
     TrajectoryRewardFunction(_some_are_settled),
@@ -102,7 +102,7 @@ def record(number: int, item: str, outcome: str) -> RolloutGroupRecord:
 
 def test_part_of_a_mixture_is_settled_after_many_groups_without_signal(tmp_path: Path) -> None:
     GROUPS.append(tmp_path, [record(n, f"easy:{n}", "no_signal") for n in range(19)])
-    pool = DifficultyPool(SHARE, tmp_path, has_parts=True)
+    pool = NoSignalItemFilter(SHARE, tmp_path, has_parts=True)
     pool.load()
     assert not pool.has_no_signal("easy:100")
     pool.record_outcomes([record(19, "easy:19", "learnt")])
@@ -115,7 +115,7 @@ def test_part_of_a_mixture_is_settled_after_many_groups_without_signal(tmp_path:
 
 
 def test_item_that_is_learned_from_again_is_no_longer_settled(tmp_path: Path) -> None:
-    pool = DifficultyPool(SHARE, tmp_path)
+    pool = NoSignalItemFilter(SHARE, tmp_path)
     pool.load()
     for outcome, settled in (
         ("no_signal", True),

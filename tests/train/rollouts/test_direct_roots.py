@@ -13,11 +13,11 @@ import pytest
 from ramify import RLM, Limits, ScriptedClient
 from ramify.evaluate.run_evaluation import evaluate
 from ramify.store.folder_store import Store
-from ramify.tasks.base import Item, SimpleTask, TaskStart, items_of, task_of
+from ramify.tasks.base import DatasetTask, Item, RolloutInitialState, items_of, task_of
 from ramify.tasks.scoring import exact
 from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.train.recipe import load_recipe
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions, RootModeCounts
+from ramify.train.rollouts.rollouter import RolloutOptions, RootModeCounts, TaskRolloutRunner
 from ramify.types.message import Message
 from tests.evaluate.helpers import SPEC, plan
 from tests.shown import train
@@ -30,7 +30,7 @@ ITEMS = [
     Item("what is 1 + 2?", gold=3, id="short/train/1"),
     Item("how long is the long one?", "x" * 40_000, gold=3, id="short/train/2"),
 ]
-TASK = SimpleTask("short", {"train": ITEMS, "test": ITEMS}, exact)
+TASK = DatasetTask("short", {"train": ITEMS, "test": ITEMS}, exact)
 
 
 def answering(messages: Any) -> str:
@@ -50,7 +50,7 @@ def kinds(direct: bool | None) -> tuple[list[str], RootModeCounts]:
     async def roll() -> tuple[list[str], RootModeCounts]:
         async with rlm() as engine:
             given = {} if direct is None else {"direct": direct}
-            rollouts = Rollouter(engine, TASK, RolloutOptions(group=1, **given))
+            rollouts = TaskRolloutRunner(engine, TASK, RolloutOptions(group=1, **given))
             counted = await rollouts.count_planned_modes(ITEMS)
             groups = await rollouts.groups(ITEMS, 0)
             return [each.trajectories[0].root.kind for each in groups], counted
@@ -106,7 +106,7 @@ def test_first_roots_of_the_hf_grpo_recipe_are_recursive() -> None:
 
     async def roll() -> tuple[RootModeCounts, list[str]]:
         async with rlm(scaffold=run.scaffold, limits=run.limits) as engine:
-            rollouts = Rollouter(engine, task, options)
+            rollouts = TaskRolloutRunner(engine, task, options)
             groups = await rollouts.groups(items, 0)
             return await rollouts.count_planned_modes(items), [
                 each.trajectories[0].root.kind for each in groups
@@ -162,14 +162,16 @@ def test_roots_of_a_task_that_holds_its_conversations_are_not_called_recursive()
     async def conduct(model: Any) -> str:
         return (await model.ask([Message("user", "hello")])).message.content
 
-    async def begin(item: Item) -> TaskStart:
-        return TaskStart(conduct=conduct)
+    async def begin(item: Item) -> RolloutInitialState:
+        return RolloutInitialState(conduct=conduct)
 
-    task = SimpleTask("talk", {"train": ITEMS}, lambda answer, item: 1.0, begin=begin)
+    task = DatasetTask("talk", {"train": ITEMS}, lambda answer, item: 1.0, begin=begin)
 
     async def counted() -> RootModeCounts:
         async with rlm() as engine:
-            return await Rollouter(engine, task, RolloutOptions(group=1)).count_planned_modes(ITEMS)
+            return await TaskRolloutRunner(
+                engine, task, RolloutOptions(group=1)
+            ).count_planned_modes(ITEMS)
 
     count = asyncio.run(counted())
     assert count.metrics() == {"recursive_roots": 0.0, "direct_roots": 0.0}

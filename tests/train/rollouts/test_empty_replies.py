@@ -11,14 +11,14 @@ import pytest
 from ramify import RLM, ScriptedClient
 from ramify.evaluate.run_evaluation import EvaluationResult, evaluate
 from ramify.store.folder_store import Store
-from ramify.tasks.base import Item, SimpleTask
+from ramify.tasks.base import DatasetTask, Item
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import PolicySpec, RlSpec, Schedule, TaskSpec
 from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.data.sft_data import read
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.train.rollouts.rollouter import RolloutOptions, TaskRolloutRunner
 from ramify.types.message import Message, Reply, ToolCall
 from ramify.types.trajectory import Group, Stop
 from tests.evaluate.helpers import plan
@@ -35,7 +35,7 @@ def some_text(answer: object, item: Item) -> float:
     return 1.0 if answer.strip() else -1.0
 
 
-TASK = SimpleTask("sum", {"train": [ITEM], "test": [ITEM]}, some_text)
+TASK = DatasetTask("sum", {"train": [ITEM], "test": [ITEM]}, some_text)
 EMPTY = Reply(Message("assistant", ""), prompt_ids=(1, 2), token_ids=(END,), logprobs=(-1.0,))
 CALL = Reply(
     Message("assistant", "", tool_calls=(ToolCall("1", "f", "{}"),)),
@@ -47,20 +47,20 @@ CALL = Reply(
 FULL = Reply(Message("assistant", "4"), prompt_ids=(1, 2), token_ids=(4, END), logprobs=(-1.0,) * 2)
 
 
-def texts() -> SimpleTask:
+def texts() -> DatasetTask:
     """Reward any text, and punish an empty one."""
     splits = {
         split: [Item("a", id=f"{split}/{number}") for number in range(8)]
         for split in ("train", "validation", "test")
     }
-    return SimpleTask("texts", splits, some_text)
+    return DatasetTask("texts", splits, some_text)
 
 
 def rolled(*replies: Reply) -> Group:
     async def roll() -> Group:
         async with RLM(ScriptedClient(list(replies)), scaffold="bare") as rlm:
             options = RolloutOptions(group=len(replies), concurrency=1, direct=True)
-            (group,) = await Rollouter(rlm, TASK, options).groups([ITEM], 0)
+            (group,) = await TaskRolloutRunner(rlm, TASK, options).groups([ITEM], 0)
             return group
 
     return asyncio.run(roll())

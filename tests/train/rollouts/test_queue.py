@@ -13,11 +13,11 @@ import pytest
 from ramify import RLM, Limits, ScriptedClient
 from ramify.errors import ConfigError
 from ramify.progress import ProgressState, subscribe
-from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction
+from ramify.tasks.base import DatasetTask, Item, TrajectoryRewardFunction
 from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.train.metrics import group_record
 from ramify.train.rollouts.group_queue import RolloutBatchSpec, RolloutGroupQueue, StepRolloutGroups
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.train.rollouts.rollouter import RolloutOptions, TaskRolloutRunner
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Trajectory
 
@@ -68,8 +68,8 @@ def run_queue_test(
         async with RLM(
             client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess"
         ) as rlm:
-            task = SimpleTask("t", {"train": ITEMS}, TrajectoryRewardFunction(reward))
-            rollouts = Rollouter(
+            task = DatasetTask("t", {"train": ITEMS}, TrajectoryRewardFunction(reward))
+            rollouts = TaskRolloutRunner(
                 rlm, task, RolloutOptions(group=group, concurrency=concurrency, grace_s=5), seed=1
             )
             made = RolloutGroupQueue(

@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.errors import ConfigError, Refused
-from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, TrajectoryRewardFunction
+from ramify.errors import ConfigError, RequestRefusedError
+from ramify.tasks.base import (
+    DatasetTask,
+    Item,
+    RolloutInitialState,
+    Score,
+    TrajectoryRewardFunction,
+)
 from ramify.testing.scripted_client import ScriptedByteTokenizer, ScriptedFailure, refused
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.train.rollouts.rollouter import RolloutOptions, TaskRolloutRunner
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Stop, Trajectory
 from tests.engine.helpers import at_once
@@ -32,15 +38,15 @@ def repeat_lines(*lines: Any) -> Callable[..., Any]:
 
 def task(
     reward: Any = lambda answer, item: float(answer == item.gold), **options: Any
-) -> SimpleTask:
-    return SimpleTask("len", {"train": ITEMS}, reward, **options)
+) -> DatasetTask:
+    return DatasetTask("len", {"train": ITEMS}, reward, **options)
 
 
 def run_groups(
     script: Any,
     *,
     group: int = 2,
-    given: SimpleTask | None = None,
+    given: DatasetTask | None = None,
     limits: Mapping[str, Any] | None = None,
     client: ScriptedClient | None = None,
     **options: Any,
@@ -51,7 +57,7 @@ def run_groups(
         async with RLM(
             client, scaffold="tiny", limits=Limits(**(limits or {})), sandbox="inprocess"
         ) as rlm:
-            rollouts = Rollouter(
+            rollouts = TaskRolloutRunner(
                 rlm, given or task(), RolloutOptions(group=group, **options), seed=1
             )
             return await rollouts.groups(ITEMS, step=4)
@@ -114,7 +120,7 @@ def test_prompt_too_long_for_the_window_is_scored_as_failure() -> None:
     class Small(ScriptedClient):
         async def complete(self, request: Any) -> Any:
             if len(request.messages) > 1:
-                error = Refused("the prompt has 900 tokens and the window 512")
+                error = RequestRefusedError("the prompt has 900 tokens and the window 512")
                 error.too_long = True
                 raise error
             return await super().complete(request)
@@ -127,7 +133,7 @@ def test_prompt_too_long_for_the_window_is_scored_as_failure() -> None:
 
 
 def test_failing_task_is_recorded_in_the_trajectory() -> None:
-    async def begin(item: Item) -> TaskStart:
+    async def begin(item: Item) -> RolloutInitialState:
         raise OSError("no such file")
 
     for given, words in (
@@ -143,14 +149,14 @@ def test_failing_task_is_recorded_in_the_trajectory() -> None:
 
 
 def test_each_rollout_has_its_own_state_and_passes_it_to_the_score() -> None:
-    async def begin(item: Item) -> TaskStart:
+    async def begin(item: Item) -> RolloutInitialState:
         counted: list[int] = []
 
         def count() -> int:
             counted.append(1)
             return len(counted)
 
-        return TaskStart(
+        return RolloutInitialState(
             context=item.context,
             tools={"count": count},
             on_end=lambda answer: {"count": len(counted)},
@@ -265,7 +271,7 @@ def test_after_callback_runs_while_other_groups_continue() -> None:
         async with RLM(
             client, scaffold="tiny", limits=Limits(max_seconds=200.0), sandbox="inprocess"
         ) as rlm:
-            return await Rollouter(rlm, task(), RolloutOptions(group=2), seed=1).groups(
+            return await TaskRolloutRunner(rlm, task(), RolloutOptions(group=2), seed=1).groups(
                 ITEMS, 0, after=after
             )
 

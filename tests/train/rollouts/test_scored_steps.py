@@ -12,7 +12,7 @@ import pytest
 
 from ramify import RLM, Limits, ScriptedClient
 from ramify.store.folder_store import Store
-from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, generated
+from ramify.tasks.base import DatasetTask, Item, RolloutInitialState, Score, generated
 from ramify.tasks.scoring.batched import BatchedReward
 from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.train.backends.base import OptimizerSpec
@@ -20,7 +20,7 @@ from ramify.train.branch_sampler import BranchOptions
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import GROUPS, read_metrics
 from ramify.train.rollouts.group_queue import RolloutBatchSpec, RolloutGroupQueue, StepRolloutGroups
-from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
+from ramify.train.rollouts.rollouter import RolloutOptions, TaskRolloutRunner
 from ramify.train.run_record import read_group_records
 from ramify.types.trajectory import Group, RolloutGroupOutcome, Trajectory
 from tests.engine.helpers import at_once
@@ -53,7 +53,7 @@ class Reward:
 
 def roll(
     reward: Reward,
-    test: Callable[[Rollouter], Coroutine[Any, Any, Any]],
+    test: Callable[[TaskRolloutRunner], Coroutine[Any, Any, Any]],
     client: Any,
     *,
     limits: Limits | None = None,
@@ -71,14 +71,16 @@ def roll(
             sandbox=sandbox,
             store=store,
         ) as rlm:
-            task = SimpleTask("t", {"train": ITEMS}, BatchedReward(reward))
-            rollouts = Rollouter(rlm, task, RolloutOptions(**options), seed=1, greedy=greedy)
+            task = DatasetTask("t", {"train": ITEMS}, BatchedReward(reward))
+            rollouts = TaskRolloutRunner(
+                rlm, task, RolloutOptions(**options), seed=1, greedy=greedy
+            )
             return await asyncio.wait_for(test(rollouts), 60)
 
     return asyncio.run(run())
 
 
-def groups_of(num: int) -> Callable[[Rollouter], Coroutine[Any, Any, list[Group]]]:
+def groups_of(num: int) -> Callable[[TaskRolloutRunner], Coroutine[Any, Any, list[Group]]]:
     return lambda rollouts: rollouts.groups(ITEMS[:num], step=0)
 
 
@@ -175,7 +177,7 @@ def run_queue(
     concurrency: int = 64,
     **sample: Any,
 ) -> None:
-    async def within(rollouts: Rollouter) -> None:
+    async def within(rollouts: TaskRolloutRunner) -> None:
         queue = RolloutGroupQueue(
             rollouts,
             ITEMS,
@@ -298,8 +300,8 @@ class RankedTask:
     weights: Mapping[str, float] = {}
     splits = generated("ranked", _make)
 
-    async def prepare(self, item: Item) -> TaskStart:
-        return TaskStart(context=item.context)
+    async def prepare(self, item: Item) -> RolloutInitialState:
+        return RolloutInitialState(context=item.context)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         raise AssertionError("no rollout is scored alone")

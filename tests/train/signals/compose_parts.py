@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from ramify.tasks.base import Item
-from ramify.train.advantages.base import StepAdvantages
+from ramify.train.advantages.base import OptimizerStepAdvantages
 from ramify.train.signals.base import SignalContext, SignalScore
 from ramify.train.signals.outcome import OutcomeSignal
 from ramify.types.message import Message, Reply
@@ -39,7 +39,7 @@ def group(*rewards: float | None, sampled: tuple[int, ...] = (2, 1)) -> Group:
     )
 
 
-def advantages(assigned: StepAdvantages) -> dict[str, list[float]]:
+def advantages(assigned: OptimizerStepAdvantages) -> dict[str, list[float]]:
     """Return trajectory id -> advantages of all its tokens, in order."""
     return {
         each.trajectory.id: [

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import KnownPrefix, Request, Sampling
-from ramify.extras.studies.hindsight_hints import Hindsight
+from ramify.extras.studies.hindsight_hints import HindsightHints
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
 from ramify.tasks.base import Item
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.signals.base import (
     JudgeVerdict,
@@ -25,7 +25,7 @@ from ramify.train.signals.base import (
     TokenScoringRequest,
 )
 from ramify.train.signals.teacher import TeacherSignal
-from ramify.train.signals.teacher_logprobs import LocalModelScorer
+from ramify.train.signals.teacher_logprobs import LocalTokenScorer
 from ramify.types.message import Message
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
@@ -69,9 +69,9 @@ async def conversation(client: LocalClient, seed: int, temperature: float) -> Tr
 
 
 @asynccontextmanager
-async def scorer_of(policy: Policy) -> AsyncIterator[LocalModelScorer]:
-    backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
-    yield LocalModelScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
+async def scorer_of(policy: Policy) -> AsyncIterator[LocalTokenScorer]:
+    backend = SingleBackend(policy, None, TrainerComputeSpec(precision="fp32"))
+    yield LocalTokenScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
 
 
 def read(
@@ -116,8 +116,8 @@ class RecordingScorer:
     """A scorer that records its requests."""
 
     def __init__(self, policy: Policy) -> None:
-        backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
-        self.inner = LocalModelScorer(
+        backend = SingleBackend(policy, None, TrainerComputeSpec(precision="fp32"))
+        self.inner = LocalTokenScorer(
             backend, policy.window, policy.config.vocab_size, asyncio.to_thread
         )
         self.asked: list[Sequence[TokenScoringRequest]] = []
@@ -130,4 +130,4 @@ class RecordingScorer:
 
 
 def teacher_with_hints(*hints: str, **options: Any) -> TeacherSignal:
-    return TeacherSignal(hints=Hindsight(judge=HintingJudge(*hints)), **options)
+    return TeacherSignal(hints=HindsightHints(judge=HintingJudge(*hints)), **options)

@@ -17,7 +17,7 @@ from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.advantages.token_arithmetic import weight_early_tokens
 from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.signals.base import SignalContext, SignalScore, TopKCandidates
-from ramify.train.signals.signal_composition import Hybrid, HybridAlgorithmForStep
+from ramify.train.signals.signal_composition import BoundHybridAlgorithm, Hybrid
 from ramify.train.signals.signal_term import AnnealSchedule, HybridTerm
 from ramify.types.trajectory import Call, CallSite, Cell, Group, RunAnnotation, Trajectory
 from tests.train.signals.compose_parts import advantages, group, rollout
@@ -233,7 +233,7 @@ def test_unknown_terms_and_algorithms_are_rejected() -> None:
     with pytest.raises(ConfigError, match="clip=0 must be positive"):
         HybridTerm(signal="teacher", clip=0)
     assert isinstance(Hybrid(outcome={"name": "grpo", "credit": "root"}).outcome, GRPO)
-    assert isinstance(Hybrid().with_readings({}, 0), HybridAlgorithmForStep)
+    assert isinstance(Hybrid().with_readings({}, 0), BoundHybridAlgorithm)
 
 
 def test_reference_logprobs_from_a_signal_become_the_ref_stream() -> None:
@@ -316,14 +316,14 @@ def test_signal_scores_are_annotated_on_the_calls_and_turns_they_concern() -> No
 
 
 def test_tool_use_and_format_signals_score_turns() -> None:
-    from ramify.train.signals.outcome import FormatSignal, ToolUseSignal
+    from ramify.train.signals.outcome import FormatSignal, ToolErrorSignal
 
     one = rollout("r0", 1, 1, 1)
     turns = one.calls[0].turns
     turns[0] = msgspec.structs.replace(turns[0], cells=(Cell("x", error="NameError: x"),))
     turns[1] = msgspec.structs.replace(turns[1], cells=(Cell("1"),))
     context = SignalContext(step=0, items={})
-    found = asyncio.run(ToolUseSignal().read(Group("t/0", [one]), context))[0]
+    found = asyncio.run(ToolErrorSignal().read(Group("t/0", [one]), context))[0]
     assert found.turns == {("0", 0): -1.0, ("0", 1): 1.0}
     formed = asyncio.run(
         FormatSignal(pattern="^x$", last="boxed").read(Group("t/0", [one]), context)

@@ -17,13 +17,13 @@ import torch
 
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
-from ramify.extras.studies.hindsight_hints import Hindsight
+from ramify.extras.studies.hindsight_hints import HindsightHints
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models import folder_file_checksums
 from ramify.models.weights import load_weights
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.base import FsdpSpec, OptimizerSpec, TrainerComputeSpec
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.build_trainer import model_to_train, teachers_of
 from ramify.train.call_depth_models import FrozenModelBudget, ModelsByCallDepth
@@ -41,11 +41,11 @@ from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.base import TokenScoringRequest
 from ramify.train.signals.judge import ProcessRewardSignal, StepJudge
-from ramify.train.signals.outcome import ToolUseSignal
+from ramify.train.signals.outcome import ToolErrorSignal
 from ramify.train.signals.signal_composition import Hybrid
 from ramify.train.signals.signal_term import AnnealSchedule, HybridTerm
 from ramify.train.signals.teacher import TeacherSignal
-from ramify.train.signals.teacher_logprobs import LocalModelScorer
+from ramify.train.signals.teacher_logprobs import LocalTokenScorer
 from ramify.train.start_rollout_resources import RolloutResources, client_of
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.training_and_evaluation_pages import rollout_files, saved_rollouts
@@ -85,9 +85,10 @@ def hybrid(tmp_path: Path, **fields: Any) -> Any:
             "process": ProcessRewardSignal(judge=StepJudge(model=f"scripted:{script}", votes=2)),
             "rule": ProcessRewardSignal(judge="tests.train.signals.rules:Steps"),
             "teacher": TeacherSignal(
-                hints=Hindsight(judge="tests.train.signals.rules:Hints", cut_off=True), cut_off=True
+                hints=HindsightHints(judge="tests.train.signals.rules:Hints", cut_off=True),
+                cut_off=True,
             ),
-            "tools": ToolUseSignal(),
+            "tools": ToolErrorSignal(),
         },
         "judge_cache": str(tmp_path / "judges"),
         "loss": LossSpec(kl_beta=0.01, kl="k3"),
@@ -304,7 +305,7 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
     )
     run = msgspec.structs.replace(
         run,
-        compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=1)),
+        compute=TrainerComputeSpec(backend="fsdp", precision="fp32", shard=FsdpSpec(ranks=1)),
         inference=InferenceSpec(urls=("http://127.0.0.1:9",)),
         sft=msgspec.structs.replace(run.sft, num=4),
     )
@@ -334,7 +335,7 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
             backend.load_weights(changed)
             policy = dataclasses.replace(made.policy, model=copy.deepcopy(made.policy.model))
             load_weights(policy.model, changed)
-            (wanted,) = LocalModelScorer(
+            (wanted,) = LocalTokenScorer(
                 SingleBackend(policy), 512, policy.config.vocab_size, client.close
             ).compute([row])
             scorers = asyncio.run(teachers.teachers_at_step(step))

@@ -13,7 +13,7 @@ from ramify.train.metrics import read_metrics
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.judge import ProcessRewardSignal
-from ramify.train.signals.outcome import ToolUseSignal
+from ramify.train.signals.outcome import ToolErrorSignal
 from ramify.train.signals.signal_composition import Hybrid
 from ramify.train.signals.signal_term import AnnealSchedule, HybridTerm
 from tests.train.small import small
@@ -34,7 +34,7 @@ def test_each_group_is_scored_once_by_every_signal_its_step_uses(tmp_path: Path)
         signals={
             "rule": ProcessRewardSignal(judge="tests.train.signals.rules:Steps"),
             "late": ProcessRewardSignal(judge="tests.train.signals.rules:Steps"),
-            "tools": ToolUseSignal(),
+            "tools": ToolErrorSignal(),
         },
     )
     train(

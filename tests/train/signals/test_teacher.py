@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.extras.studies.hindsight_hints import Hindsight
+from ramify.extras.studies.hindsight_hints import HindsightHints
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config, save_policy
 from ramify.models.tokenizer_training import train_tokenizer
-from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.base import TrainerComputeSpec
 from ramify.train.backends.lora import merged_weights
 from ramify.train.backends.single_device import SingleBackend
 from ramify.train.signals.base import (
@@ -124,7 +124,7 @@ def test_scores_match_the_engine_on_the_hinted_path(policy: Policy, group: Group
 
 
 def test_per_turn_hint_is_placed_directly_before_its_turn(policy: Policy, group: Group) -> None:
-    teacher = TeacherSignal(hints=Hindsight(judge=HintingJudge(HINT), per_turn=True))
+    teacher = TeacherSignal(hints=HindsightHints(judge=HintingJudge(HINT), per_turn=True))
     seen: list[TokenScoringRequest] = []
 
     class Watching:
@@ -220,7 +220,7 @@ def test_reference_logprobs_are_computed_in_the_teachers_pass(policy: Policy, gr
     """One of three rollouts has a hint; all three get the reference's log-probabilities, and the
     teacher adds only the hint and one reply."""
     scorer = RecordingScorer(policy)
-    teacher = TeacherSignal(hints=Hindsight(judge=HintingJudge(HINT, only="r1")))
+    teacher = TeacherSignal(hints=HindsightHints(judge=HintingJudge(HINT, only="r1")))
     found = read(teacher, group, policy, wants_reference=True, reference=scorer)
     assert [bool(each.tokens) for each in found] == [False, True, False]
     plain = read(TeacherSignal(source="live"), group, policy)
@@ -235,7 +235,7 @@ def test_reference_logprobs_are_computed_in_the_teachers_pass(policy: Policy, gr
     # no trajectory has a hint; the teacher is not the policy of the KL
     for judge in (HintingJudge(), HintingJudge(HINT)):
         source = "reference" if not judge.hints else "ema"
-        quiet = TeacherSignal(hints=Hindsight(judge=judge), source=source)
+        quiet = TeacherSignal(hints=HindsightHints(judge=judge), source=source)
         assert not any(
             each.reference
             for each in read(
@@ -248,8 +248,10 @@ def test_turns_named_scores_only_the_turn_that_the_hint_is_about(
     policy: Policy, group: Group
 ) -> None:
     hinting = HintingJudge(HINT, about=0)
-    whole = read(TeacherSignal(hints=Hindsight(judge=hinting)), group, policy)[0]
-    named = read(TeacherSignal(hints=Hindsight(judge=hinting), turns="named"), group, policy)[0]
+    whole = read(TeacherSignal(hints=HindsightHints(judge=hinting)), group, policy)[0]
+    named = read(TeacherSignal(hints=HindsightHints(judge=hinting), turns="named"), group, policy)[
+        0
+    ]
     assert (sorted(whole.tokens), sorted(named.tokens)) == ([("0", 0), ("0", 1)], [("0", 0)])
     assert named.tokens[("0", 0)] == pytest.approx(whole.tokens[("0", 0)], abs=1e-5)
     assert named.notes == {("0", 0): HINT}
@@ -313,7 +315,7 @@ def test_rows_too_long_and_unreproducible_prompts_are_not_scored(
     policy: Policy, group: Group
 ) -> None:
     long = TeacherSignal(
-        hints=Hindsight(judge=HintingJudge(HINT)), template="{hint}" + " call f7" * 600
+        hints=HindsightHints(judge=HintingJudge(HINT)), template="{hint}" + " call f7" * 600
     )
     assert {each.abstained for each in read(long, group, policy)} == {"RamifyError"}
     other = Trajectory(
@@ -360,7 +362,7 @@ def folder(policy: Policy, tmp_path: Path) -> Iterator[Path]:
 
 def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> TeacherModels:
     def backend_of(each: Policy) -> SingleBackend:
-        return SingleBackend(each, None, ComputeSpec(precision="fp32"))
+        return SingleBackend(each, None, TrainerComputeSpec(precision="fp32"))
 
     sources = dict.fromkeys(names, decay)
     return TeacherModels(

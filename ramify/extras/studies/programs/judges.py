@@ -2,15 +2,15 @@
 
 They turn a rollout's errors, or facts that the policy cannot know, into hints and votes.
 
-    RuleJudge        hints at the rules that the errors revealed
+    RuleHintJudge    hints at the rules that the errors revealed
     OracleJudge      also hints at mistakes that raised no error; it knows the right rules, so its
                      results are an upper bound and must be reported as such
-    StepRules        +1 for a program that ran, -1 for one that raised;
+    ProgramErrorJudge        +1 for a program that ran, -1 for one that raised;
                      an answer gets the vote of the program before it
     ShuffledHints    a control: each rollout gets a hint about a different problem
 
 In a recipe, a judge is named by its location, such as
-``ramify.extras.studies.programs.judges:RuleJudge``. None of them asks a model. The rules
+``ramify.extras.studies.programs.judges:RuleHintJudge``. None of them asks a model. The rules
 themselves are in ``scripted_demonstrator.py``. The tag of each class is its former location, under
 which checkpoints of earlier versions store it; these locations still resolve.
 """
@@ -23,14 +23,14 @@ from typing import Any
 import msgspec
 
 from ramify.extras.studies.programs.scripted_demonstrator import (
-    RuleInHint,
+    ProgramTaskRule,
     broken_rules,
     hint_text,
     rules_from_errors,
 )
 from ramify.extras.studies.programs.toy_program_language import (
+    ProgramWritingExercise,
     ToyProgram,
-    ToyProgramExercise,
     generate_word_functions,
 )
 from ramify.tasks.base import Item
@@ -41,7 +41,7 @@ from ramify.types.trajectory import Group
 NOTHING = JudgeVerdict(votes=(-1,), reason="no rule was seen to be broken")
 
 
-class RuleJudge(
+class RuleHintJudge(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
@@ -53,7 +53,7 @@ class RuleJudge(
     It uses only what the policy itself saw. Implements ``Judge``.
 
     Example:
-        train.Hindsight(judge=train.RuleJudge())    # for the task programs
+        train.HindsightHints(judge=train.RuleHintJudge())    # for the task programs
     """
 
     several: bool = False
@@ -83,11 +83,11 @@ class OracleJudge(
     ``Judge``.
 
     Example:
-        train.Hindsight(judge=train.OracleJudge())    # for the task programs
+        train.HindsightHints(judge=train.OracleJudge())    # for the task programs
     """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
-        problem = ToyProgramExercise.parse(view.item.question)
+        problem = ProgramWritingExercise.parse(view.item.question)
         if problem is None or "secret" not in view.item.metadata:
             return JudgeVerdict(reason="no problem of programs")
         replies = [step.reply for step in view.steps]
@@ -97,7 +97,7 @@ class OracleJudge(
         return JudgeVerdict(True, hint_text(rules), (1,)) if rules else NOTHING
 
 
-class StepRules(
+class ProgramErrorJudge(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
@@ -109,7 +109,7 @@ class StepRules(
     A wrong program that runs also gets +1, so this signal alone helps little. Implements ``Judge``.
 
     Example:
-        train.ProcessRewardSignal(judge=train.StepRules())    # for the task programs
+        train.ProcessRewardSignal(judge=train.ProgramErrorJudge())    # for the task programs
     """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
@@ -156,11 +156,12 @@ class ShuffledHints(
 
 def _about_another(item: Item, hint: str, rng: random.Random) -> str:
     """Return a hint about a different task item, with as many rules as the given hint."""
-    problem = ToyProgramExercise.parse(item.question)
+    problem = ProgramWritingExercise.parse(item.question)
     assert problem is not None, item.question
     words = [word for word, _ in problem.steps]
     secret = generate_word_functions(item.metadata["secret"])
     num = max(1, hint.count("@w"))
     return hint_text(
-        RuleInHint(word, secret.right[word]) for word in rng.sample(words, min(num, len(words)))
+        ProgramTaskRule(word, secret.right[word])
+        for word in rng.sample(words, min(num, len(words)))
     )

@@ -17,9 +17,9 @@ from typing import Any
 from ramify.errors import HostCallError, SandboxError
 from ramify.extras.studies.programs.toy_program_language import (
     NO_PROGRAM,
-    BrokenRule,
+    BrokenProgramRule,
     ToyProgram,
-    WordFunctionMap,
+    ToyWordMeanings,
 )
 from ramify.sandbox.base import (
     Answer,
@@ -51,7 +51,7 @@ class ProgramInterpreterSession:
     caps = _CAPS
 
     def __init__(self) -> None:
-        self._library: WordFunctionMap | None = None
+        self._library: ToyWordMeanings | None = None
         self._cells = 0
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
@@ -84,7 +84,7 @@ class ProgramInterpreterSession:
         outcome = self._library.run(program)
         return (
             (None, self._library.error_message(program, outcome))
-            if isinstance(outcome, BrokenRule)
+            if isinstance(outcome, BrokenProgramRule)
             else (str(outcome), None)
         )
 
@@ -92,7 +92,7 @@ class ProgramInterpreterSession:
         if module != "ops":
             return  # only code can call other modules, and no code is executed
         try:
-            self._library = WordFunctionMap.from_source(source)
+            self._library = ToyWordMeanings.from_source(source)
         except ValueError as error:
             raise SandboxError(
                 f"the sandbox of programs accepts only the library of programs: {error}"
@@ -125,7 +125,7 @@ class ProgramInterpreterSession:
         """Do nothing, because a session holds no resources."""
 
 
-class ProgramInterpreterSandbox:
+class ToyProgramSandbox:
     """A sandbox whose sessions can only evaluate programs of the task ``programs``.
 
     Implements ``sandbox.base.Sandbox``.
@@ -147,9 +147,9 @@ class ProgramInterpreterSandbox:
         """Do nothing, because the sandbox holds no resources."""
 
 
-def open_provider(spec: SandboxSpec) -> ProgramInterpreterSandbox:
+def open_provider(spec: SandboxSpec) -> ToyProgramSandbox:
     """Return the sandbox that evaluates programs without executing code.
 
     ``sandbox.base.open_sandbox`` calls this function.
     """
-    return ProgramInterpreterSandbox()
+    return ToyProgramSandbox()

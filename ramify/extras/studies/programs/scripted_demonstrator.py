@@ -42,10 +42,10 @@ from ramify.extras.studies.programs.toy_program_language import (
     NUM_WORDS,
     PROGRAM_HINT,
     USE,
-    BrokenRule,
+    BrokenProgramRule,
+    ProgramWritingExercise,
     ToyProgram,
-    ToyProgramExercise,
-    WordFunctionMap,
+    ToyWordMeanings,
     answer_reply,
     generate_word_functions,
 )
@@ -59,7 +59,7 @@ _MISTAKEN = re.compile(r"TypeError: not @w\d{1,2}@f\d{1,2} but @w(\d{1,2})@f(\d{
 _MISSING = re.compile(r"ImportError: from ops import f(\d{1,2});")
 
 
-class RuleInHint(msgspec.Struct, frozen=True):
+class ProgramTaskRule(msgspec.Struct, frozen=True):
     """One rule of the task ``programs``, as stated in a hint.
 
     It says which function a word means, or that a function must be imported.
@@ -79,35 +79,35 @@ class RuleInHint(msgspec.Struct, frozen=True):
         )
 
 
-def hint_text(rules: Iterable[RuleInHint]) -> str:
+def hint_text(rules: Iterable[ProgramTaskRule]) -> str:
     """Return the text of a hint that states the given rules.
 
     Rules about words come first, then rules about imports. Without rules, the hint is empty.
 
-    >>> hint_text([RuleInHint(None, 10), RuleInHint(3, 9)])
+    >>> hint_text([ProgramTaskRule(None, 10), ProgramTaskRule(3, 9)])
     'use @w3@f9from ops import f10;'
     """
     ordered = sorted(rules, key=lambda rule: (rule.word is None, rule.word, rule.function))
     return USE + "".join(rule.text for rule in ordered) if ordered else ""
 
 
-def rules_from_errors(observed: Iterable[str]) -> list[RuleInHint]:
+def rules_from_errors(observed: Iterable[str]) -> list[ProgramTaskRule]:
     """Return the rules that error messages reveal, at most ``MAX_RULES``.
 
     They are the first ones, in order.
     """
-    rules: dict[RuleInHint, None] = {}
+    rules: dict[ProgramTaskRule, None] = {}
     for text in observed:
         for word, function in _MISTAKEN.findall(text):
-            rules[RuleInHint(int(word), int(function))] = None
+            rules[ProgramTaskRule(int(word), int(function))] = None
         for function in _MISSING.findall(text):
-            rules[RuleInHint(None, int(function))] = None
+            rules[ProgramTaskRule(None, int(function))] = None
     return list(rules)[:MAX_RULES]
 
 
 def broken_rules(
-    problem: ToyProgramExercise, replies: Sequence[str], library: WordFunctionMap
-) -> list[RuleInHint]:
+    problem: ProgramWritingExercise, replies: Sequence[str], library: ToyWordMeanings
+) -> list[ProgramTaskRule]:
     """Return the rules that the first program of a rollout breaks, at most ``MAX_RULES``.
 
     The program is compared with the library's secret, so mistakes that raise no error are found,
@@ -122,15 +122,15 @@ def broken_rules(
         for step in program.steps
         if step.word in asked and step.function != library.right[step.word]
     ]
-    rules = [RuleInHint(step.word, library.right[step.word]) for step in wrong]
+    rules = [ProgramTaskRule(step.word, library.right[step.word]) for step in wrong]
     needed = {library.right[word] for word in asked} & set(IMPORTED) - set(program.imports)
-    return [*rules, *(RuleInHint(None, function) for function in sorted(needed))][:MAX_RULES]
+    return [*rules, *(ProgramTaskRule(None, function) for function in sorted(needed))][:MAX_RULES]
 
 
 MAX_CODE_TURNS = 2
 
 
-class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
+class ProgramDemonstratorSkill(msgspec.Struct, frozen=True):
     """Settings of the demonstrator's skill, such as the fraction of words that it knows.
 
     All values are between 0 and 1.
@@ -160,7 +160,7 @@ class ProgramTaskDemonstration(msgspec.Struct, frozen=True):
 
 def demonstrations(
     items: Iterable[Item],
-    habits: ProgramDemonstratorHabits,
+    habits: ProgramDemonstratorSkill,
     seed: int,
     texts: DemonstrationPromptFormat,
 ) -> Iterator[list[ProgramTaskDemonstration]]:
@@ -176,12 +176,12 @@ def program_demos(
     ``habits`` sets the demonstrator's weaknesses. A recipe selects this function by
     ``sft.demos=programs``.
     """
-    weaknesses = msgspec.convert(habits, ProgramDemonstratorHabits, strict=False)
+    weaknesses = msgspec.convert(habits, ProgramDemonstratorSkill, strict=False)
     return demonstrations(task.splits["train"][:num], weaknesses, seed, texts)
 
 
 def demonstrate(
-    item: Item, habits: ProgramDemonstratorHabits, seed: int, texts: DemonstrationPromptFormat
+    item: Item, habits: ProgramDemonstratorSkill, seed: int, texts: DemonstrationPromptFormat
 ) -> ProgramTaskDemonstration:
     """Write a demonstration conversation for one task item, which may end in failure."""
     return _Demonstration(item, habits, random.Random(f"{seed}/{item.id}"), texts).run()
@@ -196,18 +196,18 @@ class _Demonstration:
     def __init__(
         self,
         item: Item,
-        habits: ProgramDemonstratorHabits,
+        habits: ProgramDemonstratorSkill,
         rng: random.Random,
         texts: DemonstrationPromptFormat,
     ) -> None:
-        problem = ToyProgramExercise.parse(item.question)
+        problem = ProgramWritingExercise.parse(item.question)
         assert problem is not None, item.question
         self._item = item
         self._habits = habits
         self._rng = rng
         self._texts = texts
         self._problem = problem
-        self._library: WordFunctionMap = generate_word_functions(item.metadata["secret"])
+        self._library: ToyWordMeanings = generate_word_functions(item.metadata["secret"])
         self._believed = {word: self._belief(word) for word, _ in problem.steps}
         self._imports: dict[int, None] = {}
         self._remembers = rng.random() < habits.remembers_import
@@ -237,7 +237,7 @@ class _Demonstration:
                 Message("assistant", program.text),
                 Message("user", self._texts.report(self._cell(program, outcome))),
             ]
-            if not isinstance(outcome, BrokenRule):
+            if not isinstance(outcome, BrokenProgramRule):
                 number = outcome
                 break
             self._mend(outcome)
@@ -250,17 +250,17 @@ class _Demonstration:
             return self._library.right[word]
         return self._rng.choice(self._library.decoy_functions(word))
 
-    def _hint(self, is_wrong: bool) -> list[RuleInHint]:
+    def _hint(self, is_wrong: bool) -> list[ProgramTaskRule]:
         words = self._rng.sample(
             [word for word, _ in self._problem.steps], self._rng.randint(1, MAX_RULES)
         )
         if is_wrong:
-            return [RuleInHint(word, self._rng.randrange(NUM_WORDS)) for word in words]
-        rules = [RuleInHint(word, self._library.right[word]) for word in words]
+            return [ProgramTaskRule(word, self._rng.randrange(NUM_WORDS)) for word in words]
+        rules = [ProgramTaskRule(word, self._library.right[word]) for word in words]
         needed = [number for number in IMPORTED if number in (rule.function for rule in rules)]
-        return [*rules, *(RuleInHint(None, number) for number in needed)][:MAX_RULES]
+        return [*rules, *(ProgramTaskRule(None, number) for number in needed)][:MAX_RULES]
 
-    def _take(self, hint: list[RuleInHint]) -> None:
+    def _take(self, hint: list[ProgramTaskRule]) -> None:
         self._question += PROGRAM_HINT + hint_text(hint)
         for rule in hint:
             if rule.word is None:
@@ -268,7 +268,7 @@ class _Demonstration:
             else:
                 self._believed[rule.word] = rule.function
 
-    def _mend(self, broken: BrokenRule) -> None:
+    def _mend(self, broken: BrokenProgramRule) -> None:
         if broken.word is None:
             self._imports[broken.function] = None
         else:
@@ -277,8 +277,8 @@ class _Demonstration:
     def _program(self) -> ToyProgram:
         return self._problem.build_program(self._believed, tuple(sorted(self._imports)))
 
-    def _cell(self, program: ToyProgram, outcome: int | BrokenRule) -> Cell:
-        if isinstance(outcome, BrokenRule):
+    def _cell(self, program: ToyProgram, outcome: int | BrokenProgramRule) -> Cell:
+        if isinstance(outcome, BrokenProgramRule):
             return Cell(program.text, error=self._library.error_message(program, outcome))
         return Cell(program.text, value=str(outcome))
 

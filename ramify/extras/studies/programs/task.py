@@ -23,17 +23,17 @@ from ramify.extras.studies.programs.toy_program_language import (
     MODULUS,
     NOT_IMPORTED,
     NUM_WORDS,
+    ProgramWritingExercise,
     ToyProgram,
-    ToyProgramExercise,
-    WordFunctionMap,
+    ToyWordMeanings,
     generate_word_functions,
 )
 from ramify.sandbox.base import Session
 from ramify.tasks.base import (
+    DatasetTask,
     Item,
+    RolloutInitialState,
     Score,
-    SimpleTask,
-    TaskStart,
     TrajectoryRewardFunction,
     generated,
 )
@@ -43,7 +43,7 @@ from ramify.types.trajectory import Cell, Trajectory
 _ANSWER = re.compile(r"FINAL\(\d{1,2}\)")
 
 
-def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
+def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> DatasetTask:
     """Return the task ``programs``, whose problems are generated from a seed.
 
     Each is solved by writing a short program.
@@ -57,7 +57,7 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
 
     def make(rng: random.Random) -> Item:
         words = rng.sample(range(NUM_WORDS), steps)
-        problem = ToyProgramExercise(
+        problem = ProgramWritingExercise(
             rng.randrange(MODULUS), tuple((word, rng.randint(1, MAX_OPERAND)) for word in words)
         )
         gold = ops.correct_answer(problem)
@@ -65,10 +65,10 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
             problem.text, gold=gold, wrong=(gold + 1) % MODULUS, metadata={"secret": secret}
         )
 
-    async def begin(item: Item) -> TaskStart:
-        return TaskStart(on_session=_InstallLibrary(ops))
+    async def begin(item: Item) -> RolloutInitialState:
+        return RolloutInitialState(on_session=_InstallLibrary(ops))
 
-    return SimpleTask(
+    return DatasetTask(
         "programs",
         generated(f"programs-{secret}-{steps}", make, seed=seed),
         TrajectoryRewardFunction(score),
@@ -79,7 +79,7 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
 class _InstallLibrary:
     """A session hook that installs the task's function library in every new session."""
 
-    def __init__(self, ops: WordFunctionMap) -> None:
+    def __init__(self, ops: ToyWordMeanings) -> None:
         self._source = ops.python_module_source()
 
     async def __call__(self, session: Session) -> None:

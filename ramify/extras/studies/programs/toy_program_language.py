@@ -89,7 +89,7 @@ class ToyProgram(msgspec.Struct, frozen=True):
         return cls(int(match["start"]), steps, imports) if is_valid else None
 
 
-class ToyProgramExercise(msgspec.Struct, frozen=True):
+class ProgramWritingExercise(msgspec.Struct, frozen=True):
     """A problem that the policy solves by writing a program.
 
     It consists of a start value, and words with operands.
@@ -104,7 +104,7 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
         return f"{self.start}" + "".join(f"@w{word}@{operand}" for word, operand in self.steps)
 
     @classmethod
-    def parse(cls, text: str) -> ToyProgramExercise | None:
+    def parse(cls, text: str) -> ProgramWritingExercise | None:
         """Parse the problem with which ``text`` begins.
 
         A hint may follow it. Returns None if ``text`` does not begin with a problem.
@@ -131,7 +131,7 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
         )
 
 
-class BrokenRule(msgspec.Struct, frozen=True):
+class BrokenProgramRule(msgspec.Struct, frozen=True):
     """A rule that a program broke: a wrong function for a word, or a missing import.
 
     It is the first such rule.
@@ -143,7 +143,7 @@ class BrokenRule(msgspec.Struct, frozen=True):
     """The right function for the word, or the function that must be imported."""
 
 
-class WordFunctionMap(msgspec.Struct, frozen=True):
+class ToyWordMeanings(msgspec.Struct, frozen=True):
     """The secret mapping of the toy language's words to functions, and what each function computes.
 
     A policy has to learn this mapping.
@@ -161,13 +161,13 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         a, b, c = self.maps[function]
         return (a * value + b * operand + c) % MODULUS
 
-    def correct_answer(self, problem: ToyProgramExercise) -> int:
+    def correct_answer(self, problem: ProgramWritingExercise) -> int:
         value = problem.start
         for word, operand in problem.steps:
             value = self.apply(self.right[word], value, operand)
         return value
 
-    def run(self, program: ToyProgram) -> int | BrokenRule:
+    def run(self, program: ToyProgram) -> int | BrokenProgramRule:
         """Run a program in the toy language under this mapping of words to functions.
 
         Returns its value, or the first rule that it breaks.
@@ -175,14 +175,14 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         value = program.start
         for step in program.steps:
             if step.function in IMPORTED and step.function not in program.imports:
-                return BrokenRule(None, step.function)
+                return BrokenProgramRule(None, step.function)
             right = self.right[step.word]
             if step.function != right and step.word < NUM_CHECKED:
-                return BrokenRule(step.word, right)
+                return BrokenProgramRule(step.word, right)
             value = self.apply(step.function, value, step.operand)
         return value
 
-    def error_message(self, program: ToyProgram, broken: BrokenRule) -> str:
+    def error_message(self, program: ToyProgram, broken: BrokenProgramRule) -> str:
         """Return the error message for a program that broke a rule.
 
         It looks like the last line of Python's traceback.
@@ -216,7 +216,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         )
 
     @staticmethod
-    def from_source(source: str) -> WordFunctionMap:
+    def from_source(source: str) -> ToyWordMeanings:
         """Return the function library from which ``source`` was generated.
 
         Raises ValueError for any other text.
@@ -229,7 +229,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
 
 
 @functools.cache
-def generate_word_functions(secret: int = 0) -> WordFunctionMap:
+def generate_word_functions(secret: int = 0) -> ToyWordMeanings:
     """Generate the mapping of the toy language's words to functions from a seed.
 
     The result is cached.
@@ -240,7 +240,7 @@ def generate_word_functions(secret: int = 0) -> WordFunctionMap:
         (rng.randrange(1, MODULUS), rng.randrange(1, MODULUS), rng.randrange(MODULUS))
         for _ in range(NUM_WORDS)
     ]
-    return WordFunctionMap(secret, tuple(right), tuple(maps))
+    return ToyWordMeanings(secret, tuple(right), tuple(maps))
 
 
 _SOURCE = """\

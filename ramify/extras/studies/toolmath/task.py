@@ -34,9 +34,9 @@ from typing import Any
 from ramify.errors import ConfigError
 from ramify.tasks.base import (
     AnswerReward,
+    DatasetTask,
     Item,
     Score,
-    SimpleTask,
     TrajectoryRewardFunction,
     as_score,
 )
@@ -121,7 +121,7 @@ given."""
 
 def toolmath(
     *, train: Any = "", validation: Any = "", test: Any = "", verifier: str = "auto"
-) -> SimpleTask:
+) -> DatasetTask:
     """Return a task of math problems that are solved with a Python session.
 
     Args:
@@ -147,7 +147,7 @@ def toolmath(
     if "train" in splits and "validation" not in splits:
         splits |= _split_validation(splits["train"])
     score = _ToolMathScorer(score_auto if verifier == "auto" else SCORERS.resolve(verifier))
-    return SimpleTask("toolmath", splits, TrajectoryRewardFunction(score))
+    return DatasetTask("toolmath", splits, TrajectoryRewardFunction(score))
 
 
 class _ToolMathScorer:
