@@ -114,7 +114,8 @@ PUBLIC_NAMES = {
 
 
 def resolve_deprecated_name(package: str, name: str) -> str | None:
-    """Return the current name for an old public name, and issue a warning at the caller's line.
+    """Return the current public name for a deprecated one, and issue a warning at the caller's
+    line.
 
     Returns None if the package never had that name.
     """

@@ -263,7 +263,7 @@ class SandboxError(RamifyError):
 
 
 class SessionDied(SandboxError):
-    """Raised if the process of a Python session ended.
+    """Raised if the process that runs a sandboxed Python session has ended.
 
     ``stdout`` is what the current code had printed by then.
     """
@@ -340,7 +340,7 @@ class LimitReached(RamifyError):
 
 
 class HostCallError(Exception):
-    """Raised by the host if a function call that session code makes to it fails.
+    """Raised in the host process when a host function called by session code fails.
 
     The session then raises a corresponding exception inside that code.
 
@@ -430,7 +430,7 @@ class StrictKeywordsMeta(StructMeta):
 
 
 def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError if a keyword in ``given`` is not in ``known``.
+    """Raise ConfigError if any keyword argument in ``given`` is not among the ``known`` ones.
 
     The message names ``owner``, the class or function that received the keywords.
     """

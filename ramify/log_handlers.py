@@ -77,7 +77,7 @@ def parse_log_levels(setting: str) -> tuple[dict[str, int], list[str]]:
 
 
 def component_levels(level: int) -> dict[str, int]:
-    """Map each logger name to its log level, and the empty name to the default level.
+    """Return a dict of log levels by logger name, in which ``""`` holds the default level.
 
     The level is ``level``, or lower if the variable ``RAMIFY_LOG`` asks for more detail.
     """
@@ -156,7 +156,7 @@ def one_line_message(record: LogRecord) -> str:
 
 
 def _process_of(record: LogRecord) -> str:
-    """Return the name of the process that wrote a log record, or an empty string for the run's main
+    """Return the name of the process that wrote a log record, or ``""`` for the run's main
     process."""
     name = record.processName or ""
     return "" if name == "MainProcess" else name
@@ -188,7 +188,7 @@ class _ComponentLogHandler(logging.Handler):
     """A log handler with a separate log level for each logger of the package."""
 
     def __init__(self, levels: Mapping[str, int]) -> None:
-        """Create a handler with the log level of each logger in ``levels``.
+        """Create a log handler that applies the level given in ``levels`` to each logger.
 
         ``levels`` maps a logger name, such as ``engine``, to its log level, with ``""`` for all
         others.
@@ -223,7 +223,8 @@ class FileLogHandler(_ComponentLogHandler):
         self._held: list[LogRecord] | None = [] if waits else None
 
     def release_held_records(self) -> None:
-        """Write the records held in memory, and from now on write records immediately."""
+        """Write the log records held in memory to the file, and write all later ones
+        immediately."""
         held, self._held = self._held, None
         for record in held or ():
             self.handle(record)

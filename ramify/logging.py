@@ -1,4 +1,4 @@
-"""Logging for the whole package.
+"""Structured logging for the package: records have an event name, fields and a run id.
 
 Each subpackage has its own logger below ``ramify``, and each record has an event name, fields and
 the id of a run.
@@ -118,7 +118,7 @@ def calling_line() -> CallerSourceLine | None:
 
 @contextlib.contextmanager
 def warnings_at(line: CallerSourceLine | None) -> Iterator[None]:
-    """Make warnings that are issued in a ``with`` block point to ``line``.
+    """Report Python warnings issued in a ``with`` block at the source line ``line``.
 
     This includes warnings in tasks that are started in the block.
     """
@@ -127,7 +127,8 @@ def warnings_at(line: CallerSourceLine | None) -> Iterator[None]:
 
 
 def warn_at(line: CallerSourceLine | None, message: str, category: type[Warning]) -> None:
-    """Issue a Python warning that points to ``line``, or to this function if ``line`` is None."""
+    """Issue a Python warning that is reported at ``line``, or at this function if ``line`` is
+    None."""
     if line is None:
         warnings.warn(message, category, stacklevel=2)
     else:
@@ -144,7 +145,7 @@ class LogRedactionFilter(logging.Filter):
         secrets = SecretRedactor()
 
         def plain(value: Any) -> Any:
-            """Convert a field of a log record to a JSON value without secrets.
+            """Convert the value of a log record's field to a JSON value that contains no secrets.
 
             Text is redacted, and cut in the middle if it is too long.
             """
@@ -291,8 +292,7 @@ class ComponentLogger:
 
 
 class _PlainRecords(logging.NullHandler):
-    """A handler that forwards records of standard loggers under ``ramify`` to the attached
-    handlers.
+    """A handler that passes records of Python's ``ramify`` loggers to Ramify's attached handlers.
 
     Plug-ins, for example, use such loggers.
     """
@@ -393,10 +393,10 @@ def attached_handler(handler: Handler) -> Iterator[None]:
 
 
 def attach_handler(handler: Handler) -> None:
-    """Send all of Ramify's log records to a handler until ``detach_handler`` is called, regardless
-    of the levels that the application sets.
+    """Send all of Ramify's log records to a handler until ``detach_handler`` is called.
 
-    A handler without a level gets records of INFO and above.
+    The log levels that the application sets do not matter. A handler without a level gets records
+    of INFO and above.
     """
     _set_handlers([*_outputs.handlers, handler])
 
@@ -444,7 +444,7 @@ def current_console() -> ConsoleLogHandler | None:
 
 
 def _to_stderr(text: str) -> None:
-    """Print ``text`` on stderr, unless stderr is closed."""
+    """Print ``text`` on stderr without control characters, unless stderr is closed."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(strip_control_characters(text), file=sys.stderr, flush=True)
 
@@ -476,9 +476,10 @@ def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
 
 
 def join_parent_run_log(process: str) -> None:
-    """Append this child process's log records, labeled ``process``, to its parent run's log.
+    """Add this child process's log records to the log of the run that started the process.
 
-    Does nothing if no run started this process, or if the run's folder is not on this machine.
+    The records are labeled ``process``. Does nothing if no run started this process, or if the
+    run's folder is not on this machine.
     """
     global _process, _process_runs
     file = Path(os.environ.get(_FILE_VARIABLE, ""))

@@ -26,8 +26,7 @@ def install_command(*extras: str) -> str:
 
 
 def install_command_from_record(record: str | None, extras: tuple[str, ...]) -> str:
-    """Return the ``pip install`` command that adds ``extras`` to the installation described by
-    ``record``.
+    """Return the ``pip install`` command that adds ``extras`` to an installation of Ramify.
 
     ``record`` is the text of its ``direct_url.json``, or None if there is no such file.
     """

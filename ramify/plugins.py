@@ -305,7 +305,7 @@ class PluginRegistry(Mapping[str, Any]):
         aliases: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
-        """Create a registry.
+        """Create the registry for one kind of plug-in, such as algorithms.
 
         ``kind`` is what error messages call an entry, such as "algorithm", and ``group`` is the
         entry-point group for installed packages. ``table`` maps the names of Ramify's own entries
@@ -343,7 +343,7 @@ class PluginRegistry(Mapping[str, Any]):
         return name in self._table or any(point.name == name for point in self._entry_points())
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers a class under a name.
+        """Return a decorator that registers a class as the plug-in called ``name``.
 
         Raises ConfigError if the name is taken, or if the class cannot be registered under it.
         """
@@ -405,7 +405,7 @@ class PluginRegistry(Mapping[str, Any]):
         return self._aliases.get(name.lower(), name)
 
     def build(self, value: Any) -> Any:
-        """Instantiate the entry that is registered under a name.
+        """Instantiate the plug-in that is registered under a name.
 
         ``value`` is the entry's name, or a mapping with ``name`` and options. Any other value is
         returned unchanged. Raises ConfigError if the entry is unknown or the options are invalid.
@@ -434,12 +434,13 @@ class PluginRegistry(Mapping[str, Any]):
             ) from error
 
     def reset(self) -> None:
-        """Remove the plug-ins that recipes registered, and forget those loaded from packages."""
+        """Remove plug-ins registered by recipes, and discard those loaded from installed
+        packages."""
         self._table = {name: each for name, each in self._table.items() if name in self.ours}
         self._loaded.clear()
 
     def entries(self) -> Iterator[PluginEntry]:
-        """Yield an entry for every name of the registry, which says where the plug-in comes from.
+        """Yield an entry for each plug-in of the registry that describes it and names its origin.
 
         Entries of installed packages are imported, so that a broken entry is listed with its error.
         """
@@ -464,7 +465,8 @@ class PluginRegistry(Mapping[str, Any]):
         return sorted(entry_points(group=self.group), key=lambda point: point.name)
 
     def _describe_name_clash(self, points: list[EntryPoint]) -> str:
-        """Return why entry points that share a name cannot be used, or ``""`` if they can be."""
+        """Return why entry points that share a plug-in name cannot be used, or ``""`` if they can
+        be."""
         name = points[0].name
         if name in self._table:
             return f"is ramify's own, which is used: choose {points[0].value}, or rename the entry"
@@ -504,7 +506,7 @@ def registries() -> Iterator[PluginRegistry | PluginEntry]:
 
 
 def is_object_location(name: str) -> bool:
-    """Return True if a name is the location of an object, and not a name in a registry.
+    """Return True if ``name`` is an import location, not the name of a registered plug-in.
 
     Locations are ``module:name``, ``file.py:name`` and dotted module names.
     """
@@ -778,7 +780,7 @@ def explain_conversion_error(error: Exception, kind: Any) -> str:
 
 
 def _members(kind: Any) -> list[Any]:
-    """Return the members of a union type.
+    """Return the types that a union combines, including those of nested unions.
 
     Any other type is returned as the only element of a list.
     """

@@ -156,7 +156,8 @@ def report_progress(
 
 @contextlib.contextmanager
 def subscribe(listener: Listener) -> Iterator[None]:
-    """Call a listener with the progress of all tasks, in any thread, while a ``with`` block runs.
+    """Call a listener for every progress update, of any task in any thread, during a ``with``
+    block.
 
     Example:
         with ramify.subscribe(lambda state: print(state.what, state.done, state.unit)):

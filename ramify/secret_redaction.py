@@ -243,7 +243,7 @@ def _is_secret(value: str) -> bool:
 
 
 def _replace_surrogates(value: str) -> str:
-    """Replace lone surrogates, which cannot be encoded in JSON.
+    """Replace the lone surrogates in ``value``, because they cannot be encoded in JSON.
 
     They come from environment variables that are not UTF-8.
     """

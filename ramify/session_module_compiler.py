@@ -46,7 +46,7 @@ def compiled_module(module: str, source: str) -> bytes:
 
 
 def _kept_code(path: Path) -> CodeType:
-    """Return the compiled code of a Python file, from Python's bytecode cache if that is up to
+    """Return the compiled code of a Python file, using Python's bytecode cache if it is up to
     date."""
     loader = SourceFileLoader(path.stem, str(path))
     code = loader.get_code(path.stem)

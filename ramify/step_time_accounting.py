@@ -1,4 +1,4 @@
-"""Measures where the time of a training step goes.
+"""Measure how much time a training step spends in each of its parts.
 
 Code reports which part of the step it is working on, and a ``StepTimeAccount`` totals the wall and
 CPU time of each part.
@@ -71,10 +71,10 @@ class StepTimeAccount:
     """
 
     def __init__(self, children_s: Callable[[], float] | None = None) -> None:
-        """Create an account of step times, which starts to measure when it is opened.
+        """Create an account of the time spent on each part of a training step.
 
-        ``children_s`` returns the CPU seconds of all sessions so far. Pass None if there are other
-        child processes, whose time it would include.
+        It starts to measure when it is opened. ``children_s`` returns the CPU seconds of all
+        sessions so far. Pass None if there are other child processes, whose time it would include.
         """
         self._children_s = children_s or (lambda: 0.0)
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class StepTimeAccount:
         _account = self._outer
 
     def begin_part(self, part: Part) -> None:
-        """Record that a part of the training step begins.
+        """Start counting the elapsed time towards a part of the training step.
 
         The same part may begin several times at once, and each begin needs its own ``end_part``.
         """
@@ -156,7 +156,7 @@ class StepTimeAccount:
         self._process_began_s = time.process_time()
 
     def _charge(self) -> None:
-        """Add the wall time since the last change to the part of the training step in progress."""
+        """Credit the wall time since the last update to the current part of the training step."""
         now = time.monotonic()
         passed_s, self._at = now - self._at, now
         busy_s = 0.0
@@ -234,7 +234,7 @@ class WallAndCpuTimer:
 
 
 def begin_part(part: Part) -> None:
-    """Record that a part of the training step begins, if a ``with`` block cannot enclose it.
+    """Start timing a part of the training step whose code a ``with`` block cannot enclose.
 
     Each begin needs its own ``end_part``.
     """

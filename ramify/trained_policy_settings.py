@@ -127,7 +127,7 @@ def policy_folder_of_run(run: Path) -> Path | None:
 
 
 def write_policy_settings(folder: Path, card: PolicyTrainingSettings) -> None:
-    """Write ``card``, the training settings of a policy, to its folder.
+    """Write a policy's training settings, given as ``card``, to the policy's folder.
 
     If all settings have their defaults, no file is written and an old one is removed.
     """

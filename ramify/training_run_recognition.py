@@ -56,7 +56,7 @@ def training_run_hint(path: Path) -> str:
 
 
 def is_viewable_folder(folder: Path) -> bool:
-    """Return True unless the folder is a training run's policy or checkpoint folder.
+    """Return True unless ``folder`` is a policy or checkpoint folder of a training run.
 
     There is nothing to view in those folders.
     """
@@ -65,7 +65,7 @@ def is_viewable_folder(folder: Path) -> bool:
 
 
 def append_training_run_hint(message: str, path: Path) -> str:
-    """Append the ``training_run_hint`` for ``path`` to ``message``, if there is one."""
+    """Append to ``message`` the hint on the training-run file at ``path``, if there is one."""
     hint = training_run_hint(path)
     return f"{message}; {hint}" if hint else message
 

@@ -1,4 +1,4 @@
-"""Start and supervise the processes of a run, and carry remote calls between them.
+"""Start and supervise the processes of a run, and connect them so that they can call one another.
 
 child_process.py              processes here: children of this process, or one in its place
 process_guard.py              the program that ends a process with everything that it started

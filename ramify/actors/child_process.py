@@ -271,8 +271,7 @@ class ChildProcess:
         return bool(poll.poll(left_s * 1000))
 
     def _read_guard_line(self) -> str | None:
-        """Return the next line that the guard process has sent, or None if no complete line has
-        arrived yet.
+        """Return the next line from the guard process, or None if no complete line has arrived yet.
 
         An empty string means that the guard has ended.
         """
@@ -355,8 +354,8 @@ def exit_reason(status: int | None, reason: str = "", log_tail: str | None = Non
 
 
 def pythonpath_environment() -> dict[str, str]:
-    """Return the environment variable ``PYTHONPATH`` that makes a Python child process import
-    this copy of Ramify."""
+    """Return an environment in which ``PYTHONPATH`` makes child processes import this copy of
+    Ramify."""
     inherited = os.environ.get("PYTHONPATH", "")
     package = str(Path(__file__).parents[2])
     return {"PYTHONPATH": os.pathsep.join(filter(None, [package, inherited]))}
@@ -439,7 +438,7 @@ class HelperProcessPool:
 
 
 def kill_and_reap(process: subprocess.Popen[Any]) -> None:
-    """Kill a process that has no guard process watching it, and close its pipes."""
+    """Kill a process that no guard process watches, reap it, and close its pipes."""
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:

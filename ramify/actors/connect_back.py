@@ -39,7 +39,7 @@ class WorkerConnectInfo(msgspec.Struct, frozen=True):
 
 
 class ConnectBackListener(ChannelListener):
-    """Accepts connections from newly started processes that present one of the listener's tickets.
+    """Accepts connections from new processes that present a ticket issued by this listener.
 
     A ticket holds the listener's address, a secret key, and the name of the process.
     """

@@ -225,7 +225,7 @@ class NodeAgent:
         folder: str,
         stdin: bytes = b"",
     ) -> int | str:
-        """Start a command on the agent's machine.
+        """Start a command on the machine of this node agent.
 
         Returns the process id, or an error message if the command cannot be started.
 
@@ -282,7 +282,7 @@ class NodeProcessHandle:
     def __init__(
         self, ask: Callable[..., Any], name: str, pid: int, host: str, *, is_here: bool
     ) -> None:
-        """Create a handle to the process ``name``.
+        """Create a handle to the process that the node agent runs under the name ``name``.
 
         ``ask`` calls a method of the node agent, and returns None if the agent is gone. In that
         case the process has ended, too.
@@ -325,7 +325,7 @@ def free_port(address: str) -> int:
 def register_cleanup(
     stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]
 ) -> None:
-    """Register a function that closes the resource ``part`` when the exit stack unwinds.
+    """Register ``close`` to be called for the resource ``part`` when the exit stack unwinds.
 
     Resources are closed in reverse order of registration. The first failure of the block or of a
     resource is raised; later failures are logged.

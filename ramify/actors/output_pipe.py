@@ -47,7 +47,7 @@ class OutputPipe:
         loop.add_reader(self._reading, self._read, loop)
 
     def finish_reading(self, loop: asyncio.AbstractEventLoop) -> str:
-        """Read the rest of the output, and return its last bytes as text."""
+        """Read the rest of the process's output, and return its last bytes as text."""
         loop.remove_reader(self._reading)
         # No more than a pipe holds: a process that escaped may still write.
         for _ in range(_PIPE_BYTES // _BLOCK):

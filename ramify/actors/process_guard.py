@@ -265,7 +265,7 @@ class ProcessTreeGuard:
             time.sleep(0.01)
 
     def _await_left(self) -> int:
-        """Wait a limited time for processes left over by the command, and count those still
+        """Wait briefly for the command's leftover processes to end, and count those still
         running."""
         began = time.monotonic()
         while True:

@@ -1,5 +1,4 @@
-"""Run the same method on every rank of a process group at the same time, and handle failures of
-ranks.
+"""Call a method on all ranks of a process group at once, and handle the failure of any rank.
 
     rank 0, the run's own process                     rank 1, 2, …
     call(verb) ── RankMethodCall ───────────────────> follow: run it, all at the same time

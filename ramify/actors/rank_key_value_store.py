@@ -1,5 +1,4 @@
-"""Provide the key-value store through which the processes of a torch.distributed group exchange
-their addresses.
+"""Provide the key-value store in which the ranks of a process group exchange their addresses.
 
 All requests travel over authenticated channels.
 
@@ -101,7 +100,7 @@ class KeyValueStoreServer:
     def __init__(
         self, channels: Sequence[AuthenticatedChannel], look: Callable[[], None] = lambda: None
     ) -> None:
-        """Start the server of the key-value store, with one thread per connected rank.
+        """Start a key-value store server that answers each connected rank in a separate thread.
 
         Each thread answers the requests of one rank.
 

@@ -35,7 +35,7 @@ _DISTRIBUTED = os.path.join("torch", "distributed")
 
 
 class RankProgress:
-    """Records the progress of this rank, so that rank 0 can detect that the rank is stuck."""
+    """Records the progress of this rank, so that rank 0 can detect when the rank is stuck."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -69,7 +69,8 @@ class RankProgress:
 
 
 class RankConnection(NamedTuple):
-    """The two channels from rank 0 to another rank, for method calls and for heartbeats."""
+    """The connection from rank 0 to another rank: one channel for method calls, one for
+    heartbeats."""
 
     rank: int
     talk: AuthenticatedChannel
@@ -79,7 +80,7 @@ class RankConnection(NamedTuple):
 
 
 class NonfatalRankError(msgspec.Struct, frozen=True):
-    """An error in a method call after which the group can still run more methods."""
+    """An error of a rank's method call after which the group of ranks can continue."""
 
     kind: str
     """Class name of the error."""

@@ -262,7 +262,7 @@ def import_ray() -> Any:
 
 @contextlib.contextmanager
 def _own_handlers() -> Any:
-    """Keep this process's SIGTERM handler in place during a ``with`` block.
+    """Restore this process's SIGTERM handler after a ``with`` block in which Ray replaces it.
 
     The handler that Ray installs would end the process immediately.
     """

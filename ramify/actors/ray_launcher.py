@@ -109,7 +109,7 @@ class RayLauncher:
         log: Path,
         stdin: bytes = b"",
     ) -> NodeProcessHandle:
-        """Start a process on its slot.
+        """Start a process on the slot that is reserved for it.
 
         The node agent that controls the slot starts the command. Raises ConfigError if the process
         cannot be started.
@@ -187,7 +187,8 @@ class RayLauncher:
         self._cluster.leave()
 
     def _ask_or_none(self, agent: Any, method: str, *arguments: Any) -> Any:
-        """Call a method of a node agent and return its result, or None if the agent is gone."""
+        """Call a node agent's method, and return its result, or None if the agent does not
+        answer."""
         if not self._is_open:
             return None
         try:
@@ -325,10 +326,10 @@ class RayLauncher:
 def group_slots_by_node(
     placement_slots: Sequence[NodeResourceSlot],
 ) -> dict[str, list[tuple[HardwareResources, list[int]]]]:
-    """Group slots into one resource bundle per node, keyed by node pool.
+    """Group a run's slots by node, and sum the resources that each node must provide.
 
-    Returns the total resources to reserve on each node, and the indices of its slots. A slot
-    without a pool counts as a separate node.
+    The result is keyed by node pool. Returns the total resources to reserve on each node, and the
+    indices of its slots. A slot without a pool counts as a separate node.
     """
     by_pool: dict[str, dict[int, tuple[HardwareResources, list[int]]]] = {}
     for index, placement_slot in enumerate(placement_slots):

@@ -97,11 +97,12 @@ class ProcessRestartLimiter:
         self._log.debug("back", text, shown=True, **{self._kind: name})
 
     def record_restart(self, name: Name) -> None:
-        """Record that a restart is complete, so that the next failure counts as another loss."""
+        """Record that a process is running again, so that its next failure is logged as a new
+        loss."""
         self._away.discard(name)
 
     def record_success(self, name: Name) -> None:
-        """Record that a process succeeded, so that its earlier losses no longer count."""
+        """Record that a process worked successfully, and reset its count of losses."""
         self._losses[name] = 0
 
     def reset_all_losses(self) -> None:

@@ -67,7 +67,7 @@ class AuthenticatedChannel:
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send one message.
+        """Send one message to the process at the other end of the channel.
 
         Raises OSError if the peer is gone.
         """
@@ -143,7 +143,7 @@ class ChannelListener:
     """Accepts connections from processes that have the run's key, and returns them as channels."""
 
     def __init__(self, host: str = LOOPBACK, port: int = 0, *, key: bytes = b"") -> None:
-        """Start to listen.
+        """Start to listen for connections from other processes of the run.
 
         ``host`` is the address at which other processes reach this one.
 
@@ -175,7 +175,7 @@ class ChannelListener:
     def accept(
         self, kind: type[T] | Any, wait_s: float, look: Callable[[], None] = lambda: None
     ) -> tuple[AuthenticatedChannel, T]:
-        """Wait for the next peer that has the key.
+        """Accept the next connection from a process that has the run's key.
 
         Returns its channel and its first message, decoded as the type ``kind``.
 

@@ -42,8 +42,7 @@ _QUOTED = 400
 
 
 class RunningAgent(Protocol):
-    """An agent at work on one task item, either as a separate process or as a function in this
-    process."""
+    """An agent at work on a task item, as a separate process or as a function in this process."""
 
     ended: asyncio.Future[None]
     """Completed when the agent has ended. The other fields are final from then on."""

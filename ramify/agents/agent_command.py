@@ -72,7 +72,7 @@ class AgentCommandTemplate:
     def __init__(
         self, command: str | Sequence[str], *, shell: bool = False, container: str = ""
     ) -> None:
-        """Parse and check an agent's command.
+        """Parse the command that starts an agent, and check it.
 
         If ``container`` names an image, the command runs in a Docker container, otherwise on this
         machine.
@@ -276,7 +276,7 @@ class AgentProcess:
             self._check_ended()
 
     def _check_ended(self) -> None:
-        """Check whether the process has ended.
+        """Check whether the process of the agent has ended.
 
         If it has, record its exit code and output, and complete the future ``ended``.
         """

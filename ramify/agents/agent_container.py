@@ -29,7 +29,8 @@ class AgentContainer:
     """The container image in which an agent's command runs, and the ``docker`` commands for it."""
 
     def __init__(self, image: str) -> None:
-        """Check that Docker can run the image.
+        """Check that Docker is installed and that ``image`` does not name one of Ramify's
+        sandboxes.
 
         Raises ConfigError if ``image`` is the name of a sandbox, or if the program ``docker`` is
         missing.

@@ -16,7 +16,7 @@ MAX_OUTPUT_CHARS = 1 << 16
 
 
 class AgentExitRecord(msgspec.Struct, kw_only=True):
-    """A stored record of how an agent ended: its outcome, exit code, output and duration.
+    """A stored record of how an agent's rollout ended, such as its outcome and exit code.
 
     It is stored in ``Trajectory.metadata``.
     """

@@ -158,8 +158,7 @@ class ExternalAgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_on
         msgspec.structs.force_setattr(self, "options", self._options())
 
     def _options(self) -> dict[str, Any]:
-        """Return the fields that the user has set, with each importable function as its
-        location."""
+        """Return the fields that the user has set, in which import locations replace functions."""
         given = {
             field.name: value
             for field in msgspec.structs.fields(type(self))
@@ -216,7 +215,7 @@ class ExternalAgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def writes_prompts(self) -> bool:
-        """True, because the agent writes its own prompts.
+        """Always True, because an external agent writes its own prompts.
 
         Ramify's prompt scaffolds do not apply.
         """
@@ -271,11 +270,12 @@ class ExternalAgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_on
 
     @functools.cached_property
     def _reward(self) -> Callable[..., Any]:
-        """Load the reward function and return it.
+        """Load the reward function of the task and return it.
 
         If ``reward`` is the name of a score, the function takes an answer and an item, and compares
         the answer with the gold answer. Otherwise it takes an ``AgentRun``, which describes a whole
-        rollout."""
+        rollout.
+        """
         if not isinstance(self.reward, str):
             found = self.reward
         elif self._has_named_scorer:
@@ -375,7 +375,7 @@ def _to_score(worth: Any, trajectory: Trajectory) -> Score:
 
 
 def _means(by_call: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Average each named reward of a rollout over the model calls that report it.
+    """Average each named reward over the model calls of a rollout that report it.
 
     Raises RamifyError if a value is not a number.
     """

@@ -40,7 +40,7 @@ class AgentFunctionRun:
     def __init__(
         self, function: Callable[[AgentRolloutInput], Any], job: AgentRolloutInput
     ) -> None:
-        """Start the function: in a task if it is async, otherwise in a thread."""
+        """Run the agent's function in an asyncio task if it is async, and otherwise in a thread."""
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
         self.answer: Any = None

@@ -1,4 +1,4 @@
-"""Command-line parsing that needs the standard library's ``argparse``.
+"""The part of command-line parsing that needs the standard library's ``argparse``.
 
 These are ``--help``, usage errors, and arguments that ``parser.py`` does not parse itself.
 

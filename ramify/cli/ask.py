@@ -743,7 +743,7 @@ def read_scaffold(given: str | None, model: str) -> Any:
 
 
 def read_instructions(given: str | None) -> str:
-    """Return the user's instructions.
+    """Return the user's instructions, read from a file if ``given`` is the name of one.
 
     They are given either as text or as the name of a file.
     """

@@ -1,4 +1,4 @@
-"""Run one question of ``ramify ask``, from its start to its exit code.
+"""Run the question of a ``ramify ask`` command, and determine the exit code of the command.
 
     run ──> start the RLM's run ──> show its events ──> print the answer ──> exit code
                ^

@@ -124,7 +124,7 @@ def run(
 
 
 class _Curve:
-    """Prints and stores the result of a calibration: a model's accuracy at each text size."""
+    """Prints and stores a calibration curve: a model's accuracy at each text size."""
 
     def __init__(
         self, screen: ProgressDisplay, tolerance: float, svg: str | None, *, as_json: bool
@@ -135,8 +135,7 @@ class _Curve:
         self._as_json = as_json
 
     def announce(self, plan: EvalMatrixPlan, likely: float | None) -> None:
-        """Print which text sizes will be measured, how many questions will be asked, and the
-        probable cost."""
+        """Announce the text sizes to measure, the number of questions and the probable cost."""
         from ramify.evaluate.leaf_size_accuracy_curve import call_size_of_cell
 
         sizes = sorted({call_size_of_cell(cell) for cell in plan.cells})
@@ -194,7 +193,7 @@ class _Curve:
 def _plan(
     model: str, settings: dict[str, Any], sizes: str | None, items: int, seed: int
 ) -> tuple[EvalMatrixPlan, float | None]:
-    """Plan the evaluation that measures a model's accuracy in plain calls at each text size.
+    """Plan a calibration, which measures a model's accuracy in plain calls at each text size.
 
     Returns the plan and its likely cost in dollars, which is None if the model has no price.
 

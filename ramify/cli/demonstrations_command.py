@@ -175,7 +175,10 @@ def _plan(
 
 
 class _Demonstrations:
-    """Creates demonstrations for one ``ramify demos`` command, and prints a summary."""
+    """Runs one ``ramify demos`` command, which records a model's runs as training demonstrations.
+
+    It also prints a summary.
+    """
 
     def __init__(
         self,

@@ -351,7 +351,7 @@ class EvalMatrixCommand:
     def _print_missing(
         self, plan: EvalMatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
-        """Print how many attempts are missing, or report that no attempt was scored.
+        """Print how many attempts of the matrix are missing, or that no attempt was scored.
 
         Returns the exit code.
         """
@@ -413,7 +413,7 @@ def _is_confirmed() -> bool:
 
 
 def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptRunner:
-    """Return a runner for the attempts of one cell (combination) of the evaluation matrix.
+    """Return an object that makes the attempts of one cell (combination) of an evaluation matrix.
 
     Each attempt uses ``rlm`` with the cell's mode and temperature.
     """
@@ -429,8 +429,7 @@ def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptRunner:
 
 
 def attempt_maker_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptRunner:
-    """Return a runner for the attempts of one cell of an evaluation matrix, inside a worker
-    process.
+    """Return an object that makes the attempts of one matrix cell inside a worker process.
 
     The RLM is created in that process, with the API keys of its environment.
     """

@@ -58,7 +58,8 @@ class EvalMatrixMeteringProxies:
     def attempt_maker(
         self, cell: EvalMatrixCell, rlm: RLM, runs: RlmAttemptRunner
     ) -> AttemptRunner:
-        """Return a runner for the attempts of one cell (combination) of the evaluation matrix.
+        """Return an object that makes the attempts of one cell (combination) of the evaluation
+        matrix.
 
         Attempts are made by an external system or by Ramify. If external systems take part, every
         attempt is metered and has the same budget.
@@ -108,8 +109,7 @@ async def open_meters(
 
 
 def _budget_of(rlm: RLM, meter: MeteringProxy) -> TaskItemBudget:
-    """Return the budget that each compared system gets, equal to the limits of Ramify's own
-    runs."""
+    """Return the budget of each compared system, which equals the limits of Ramify's own runs."""
     from ramify.engine.limits import DEFAULT_MAX_COST
     from ramify.evaluate.systems.base import TaskItemBudget
 

@@ -91,10 +91,10 @@ def _on_terminal(field: ConfigField) -> Iterator[str]:
 
 
 def field_table_cells(field: ConfigField) -> tuple[str, str, str, str, str, str]:
-    """Return the table cells of a configuration field, in the order of ``COLUMNS``.
+    """Return the cells of the table row that describes a configuration field.
 
-    The value of a section is only ``set``, since each of its fields has a separate row. The default
-    is empty if the field has none and must be given.
+    They are in the order of ``COLUMNS``. The value of a section is only ``set``, since each of its
+    fields has a separate row. The default is empty if the field has none and must be given.
     """
     from ramify.train.config_fields import public_path
 

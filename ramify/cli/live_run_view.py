@@ -149,7 +149,7 @@ class CallTreeRowBuilder:
                 pass
 
     def append_streamed_text(self, text: ReplyTextDelta) -> None:
-        """Add newly streamed text to the row of the call that it belongs to.
+        """Append newly streamed reply text to the row of its call in the live view.
 
         Plain sub-calls have no row, so their text is not shown.
         """

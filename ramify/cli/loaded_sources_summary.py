@@ -27,7 +27,7 @@ _HEAD = ("source", "kind", "size", "contents")
 
 
 def source_table(loaded: LoadedContext) -> list[str]:
-    """Return the lines of a table of the loaded sources.
+    """Format the loaded sources as a table, and return its lines.
 
     A single source takes one line without a header.
     """

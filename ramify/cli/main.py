@@ -210,7 +210,7 @@ _EXTRAS = {
 
 
 def _missing_extra(error: Exception) -> str:
-    """Return the optional extra that must be installed if ``error`` reports a missing module.
+    """Return the optional extra that provides the module that ``error`` reports as missing.
 
     Empty if ``error`` has another cause.
     """

@@ -209,7 +209,7 @@ class SubcommandSpec(NamedTuple):
         return vars(namespace)
 
     def parser(self) -> RaisingArgumentParser:
-        """Return the parser of ``argparse`` for this command, which also formats ``--help``."""
+        """Return the ``argparse`` parser of this command, which also formats ``--help``."""
         from ramify.cli.argument_parser import HIDDEN, RaisingArgumentParser
 
         parser = RaisingArgumentParser(
@@ -235,9 +235,10 @@ def _fail(message: str) -> NoReturn:
 def plain_values(
     options: Sequence[CliOptionSpec], arguments: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Parse the arguments if each option is given in full or short form with a plain value.
+    """Parse a simple command line, in which options are not abbreviated and all values are plain.
 
-    A plain value does not begin with a dash. Returns None for all other arguments.
+    Each option is in its full or its short form. A plain value does not begin with a dash. Returns
+    None for all other arguments.
     """
     forms = {form: option for option in options for form in (option.long, option.short) if form}
     values: dict[str, Any] = {option.name: None for option in options}

@@ -83,7 +83,7 @@ class PeriodicProgressLine:
                 self._tasks[state.id] = state, since
 
     def print_message(self, text: str) -> None:
-        """Print a line of text immediately.
+        """Print a line of text on stderr at once, without waiting for the next progress line.
 
         The next progress line then waits for a full interval again.
         """
@@ -202,7 +202,7 @@ class ProgressDisplay:
         self._stack.close()
 
     def close_live_view(self) -> None:
-        """Remove a live view so that the answer can be printed.
+        """Close the live view, if one is shown, so that the answer can be printed.
 
         Displays in another form continue.
         """
@@ -259,8 +259,7 @@ class ProgressDisplay:
             self._drawer.start(PATIENCE_S)
 
     def rows(self, width: int, height: int) -> list[Text]:
-        """Return the lines that a live view should draw now: the command's own view, then a bar
-        for each task."""
+        """Return the lines of the live view: the command's own view, then a bar for each task."""
         from rich.text import Text
 
         with self.lock:
@@ -441,8 +440,7 @@ def _amount(task: ProgressState) -> str:
 
 
 def _time(task: ProgressState, since_s: float) -> str:
-    """Format the estimated time left for a task, or the elapsed time if the end cannot be
-    estimated."""
+    """Format the estimated time left for a task, or its elapsed time if no estimate is possible."""
     if task.total and task.first < task.done <= task.total and since_s > 1:
         left_s = since_s * (task.total - task.done) / (task.done - task.first)
         return f"{format_rounded_duration(left_s)} left" if left_s >= 1 else ""

@@ -105,7 +105,7 @@ def _show_costs(
 
 
 def _first_turn(preview: FirstRequestPreview, num_tokens: int) -> tuple[float | None, float | None]:
-    """Estimate the dollar cost of the first request of the previewed call.
+    """Estimate the dollar cost of the first turn of the previewed call.
 
     Returns the cost with a short reply and with the longest possible reply.
     """

@@ -100,7 +100,7 @@ def _connect_tools(started: RunStarted) -> dict[str, Any]:
 
 
 class ReplayPlaceholderClient:
-    """A placeholder for a model's client in a replay, where no model is called.
+    """A placeholder for a model's client in a replay, which calls no model.
 
     It has the model's name, context window and price, but raises an error if it receives a request.
     """

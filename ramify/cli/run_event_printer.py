@@ -78,7 +78,7 @@ class RunEventPrinter:
                 self._notes.say(f"waiting: {event.text}")
 
     def _say_step(self, event: AnyEvent) -> None:
-        """Print an event of the run as a line.
+        """Print one line that describes an event of the run.
 
         Warnings are skipped, because they have already been printed. A failed attempt is skipped if
         the note that follows repeats its error.

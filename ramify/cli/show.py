@@ -132,7 +132,7 @@ def show(
 
 
 def _show_path(given: PathAndLine, *, as_json: bool, full: bool, use_pager: bool) -> None:
-    """Print what a path holds: a file of rollouts, a training run or a map.
+    """Print the contents of a path: a file of rollouts, a training run or a map over a table.
 
     Raises UsageError for anything else, with the command that reads it.
     """

@@ -33,7 +33,7 @@ _SHOWN_METRICS = ("reward", "validation/reward", "loss")
 
 
 class PathAndLine(NamedTuple):
-    """A path that is given in place of a run id, with an optional line number.
+    """A path given in place of a run id, optionally followed by a line number.
 
     It exists, and is not the journal of a run.
     """
@@ -81,8 +81,7 @@ def trajectory_at(given: PathAndLine) -> Trajectory | None:
 
 
 def map_at(given: PathAndLine) -> StoredTableMap | None:
-    """Return the map whose journal is at the path, or None if the path is not the journal of a
-    map."""
+    """Return the map whose journal is at the path, or None if the path holds anything else."""
     from ramify.maps.map_journal import read_header
 
     if given.path.is_dir() or given.path.suffix != ".jsonl" or read_header(given.path) is None:

@@ -240,7 +240,7 @@ def _format_colored(line: Line) -> str:
 
 @functools.cache
 def rich_console(*, stderr: bool = False) -> Console:
-    """Return the rich console that draws on the terminal.
+    """Return a ``rich`` console that draws on the terminal.
 
     Content must first pass through ``sanitized_renderable``.
     """
@@ -330,7 +330,7 @@ def _branches(
 
 
 def _group_calls(nodes: Sequence[RunCallNode], below: dict[str, Any]) -> Iterator[Any]:
-    """Yield the entries that the tree shows for a call's sub-calls.
+    """Yield the entries that the printed call tree shows for the sub-calls of a call.
 
     Many plain sub-calls are combined into one entry, but outliers and failures also get separate
     rows.

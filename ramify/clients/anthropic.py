@@ -105,7 +105,8 @@ class AnthropicClient:
         return reply
 
     def adapt_to_refusal(self, error: RequestRefusedError) -> None:
-        """Change how later requests are encoded if the server's error suggests that this helps.
+        """Send later requests without the JSON schema if the error shows that the model cannot
+        enforce it.
 
         The error is then marked as worth a retry.
         """

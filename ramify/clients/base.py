@@ -415,7 +415,7 @@ def _positive_or_default(value: Any, default: int) -> int:
 
 
 def _check_token_count(reported: Any) -> int | None:
-    """Return a token count that a server reports if it is valid, or None if it is missing.
+    """Check a token count that a server reports, and return it, or None if it is missing.
 
     Raises ValueError if the value cannot be a count.
     """

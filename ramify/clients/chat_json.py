@@ -109,7 +109,7 @@ class ChatCompletion(msgspec.Struct):
 
     @property
     def num_items(self) -> int:
-        """The total number of items in all lists of the response.
+        """The total length of all lists in the response, such as its tool calls and token ids.
 
         A size limit applies to this number.
         """
@@ -161,7 +161,7 @@ _decoder = msgspec.json.Decoder(ChatCompletion)
 
 
 def decode(body: bytes) -> ChatCompletion:
-    """Decode the body of a chat completion.
+    """Decode the JSON body of a chat completion from a server.
 
     Raises msgspec.DecodeError if the body has another form.
     """
@@ -463,8 +463,7 @@ def _wire_message(message: Message, reasoning_field: str) -> dict[str, Any]:
 
 
 def without_surrogates(value: Any) -> Any:
-    """Replace each lone surrogate in the strings of a value with U+FFFD, because UTF-8 cannot
-    encode surrogates."""
+    """Replace each lone surrogate, which UTF-8 cannot encode, in a value's strings with U+FFFD."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
@@ -513,7 +512,7 @@ def _split_content(parts: list[Any]) -> tuple[str, str | None]:
 
 
 def text_field(part: dict[str, Any], field: str) -> str:
-    """Return the string that a part of a model's reply has in ``field``.
+    """Return the string in ``field`` of one part of a model's reply.
 
     It is empty if the field is null or missing. Raises ValueError if the field has another type.
     """
@@ -613,7 +612,7 @@ def error_from_status(
     key_variable: str = "",
     secrets: Iterable[str] = (),
 ) -> ModelError:
-    """Return the error for a response whose status is not 2xx.
+    """Return the ModelError to raise for a response whose HTTP status is not 2xx.
 
     ``where`` names the model and its address, for the error message. ``secrets`` are the keys that
     were sent; they are removed from the message.

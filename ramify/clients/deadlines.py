@@ -33,7 +33,7 @@ class TimeoutScheduler:
         return TimeoutScope(self, when_s)
 
     def close(self) -> None:
-        """Cancel the timer.
+        """Stop the scheduler by cancelling its timer.
 
         Calling this again has no effect.
         """

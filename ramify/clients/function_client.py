@@ -82,7 +82,7 @@ def estimate_message_tokens(message: Message) -> int:
 def reply_with_token_counts(
     step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int
 ) -> Reply:
-    """Convert what a model function returned to a complete reply.
+    """Convert what a model function returned to a complete reply that includes token counts.
 
     The text is cut at ``max_tokens``, and the tokens of the prompt and the reply are counted.
     """

@@ -47,7 +47,7 @@ class PendingMockRequest:
         headers: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> None:
-        """Send the whole response.
+        """Send the complete response to this request.
 
         Does nothing if the client has disconnected.
         """
@@ -198,7 +198,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _read(self) -> None:
-        """Read the requests received so far, in order, until one is not answered at once."""
+        """Read the received requests one by one, stopping after one that is still unanswered."""
         self._is_reading = True
         while self._received and not self._busy and self._read_request():
             pass

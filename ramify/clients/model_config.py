@@ -76,7 +76,7 @@ _FIELDS = {
 
 
 class Model:
-    """A language model with its address, API key, price and settings.
+    """A language model to use: its name, address, API key, price and settings.
 
     >>> ramify.Model("openai:gpt-5-mini", api_key="sk-0123456789", alias="mini")
     Model('openai:gpt-5-mini', alias='mini')

@@ -74,7 +74,8 @@ class OpenAIClient:
             raise
 
     def adapt_to_refusal(self, error: RequestRefusedError) -> None:
-        """Change how later requests are encoded if the server's error suggests that this helps.
+        """Use ``max_completion_tokens`` in later requests if the error shows that the server
+        requires it.
 
         The error is then marked as worth a retry.
         """

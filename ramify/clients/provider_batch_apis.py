@@ -142,7 +142,7 @@ class BatchApi(abc.ABC):
         self._fields = fields
 
     def request_body(self, request: Request) -> bytes:
-        """Return the JSON body of a request.
+        """Return the JSON body of one request of a batch.
 
         It is the same as outside a batch.
         """
@@ -276,7 +276,8 @@ class BatchCapableClient(Protocol):
         ...
 
     def adapt_to_refusal(self, error: RequestRefusedError) -> None:
-        """Adapt the form of later requests if the server's refusal shows that this may help."""
+        """Change the form of later requests if the error shows that the server rejects the current
+        one."""
         ...
 
 
@@ -330,7 +331,7 @@ class _OpenAILine(msgspec.Struct):
 
 
 class OpenAIBatches(BatchApi):
-    """OpenAI's batch API.
+    """OpenAI's batch API, to which the requests of a batch are uploaded as one file.
 
     A file of requests is uploaded with ``POST /files``, and ``POST /batches`` then starts the
     batch.

@@ -51,7 +51,7 @@ _AZURE_API_VERSION = "2024-10-21"
 
 
 class ModelProviderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes how to reach an OpenAI-compatible server, and how its API differs from OpenAI's."""
+    """How to reach a provider's OpenAI-compatible server, and how its API differs from OpenAI's."""
 
     title: str
     url: str
@@ -302,7 +302,7 @@ def split_provider(name: str) -> tuple[str, str]:
 
 
 def _with_provider(name: str) -> str | None:
-    """Guess the full name of a model given without a provider, such as ``openai:gpt-5-mini``.
+    """Guess the full name, such as ``openai:gpt-5-mini``, of a model given without a provider.
 
     That is the result for both ``openai/gpt-5-mini`` and ``gpt-5-mini``. Returns None if nothing
     similar is known.
@@ -385,10 +385,11 @@ def resolve_endpoint(
     headers: Mapping[str, str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ResolvedEndpoint:
-    """Find the address, the API key and the headers for a model's name.
+    """Resolve a model's name to the URL, API key and headers for requests to its provider.
 
     The order of precedence is ``key`` and ``base_url``, then ``@URL`` in the name, then the
-    environment. ``headers`` are added to each request."""
+    environment. ``headers`` are added to each request.
+    """
     provider_name, model = split_provider(name)
     provider: ModelProviderSpec = CLIENTS.resolve(provider_name)
     model, named_url = split_model_url(model)
@@ -570,8 +571,8 @@ class PriceTable:
 
 
 def is_in_process(name: str) -> bool:
-    """Return True if a model runs in this process, that is, if its name is ``local:FOLDER`` or a
-    packaged policy."""
+    """Return True if ``name`` is a model that runs in this process: ``local:FOLDER`` or a packaged
+    policy."""
     return name.startswith(f"{IN_PROCESS}:") or name in packaged_policy_names()
 
 

@@ -141,8 +141,8 @@ class RateLimitedClientPool:
 
     @property
     def pause_remaining_s(self) -> float:
-        """The number of seconds until no model is paused by a rate limit; 0 if none is paused
-        now."""
+        """The number of seconds until rate limits no longer pause any model; 0 if none is
+        paused."""
         return max((gate.pause_remaining_s() for gate in self._gates.values()), default=0.0)
 
     def client(self, name: str) -> Client:
@@ -398,7 +398,7 @@ class RateLimitedClientPool:
 
 
 class _Arrival:
-    """The idle timeout that applies while a reply is being received.
+    """The arrival of one reply, during which an idle timeout applies.
 
     Every piece of the reply restarts it, but pieces without text can do so only for a limited time.
     """
@@ -695,8 +695,10 @@ def _asked_s(error: ModelError) -> float:
 
 
 def reply_with_cost(reply: Reply, request: Request, window: int, price: Price | None) -> Reply:
-    """Return a copy of a reply with plausible usage, and with the cost of that usage at
-    ``price``."""
+    """Return a copy of a reply in which implausible usage is replaced and the cost is filled in.
+
+    The cost is computed at ``price``, or is the reported one if ``price`` is None.
+    """
     usage = plausible_usage(reply, request, window)
     cost = price.of(usage) if price is not None else reported_cost(reply.cost)
     is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens

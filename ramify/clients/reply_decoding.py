@@ -169,7 +169,7 @@ def _problem(what: str, number: int, most: int) -> str:
 
 
 def decode_in_helper(task: bytes, body: bytes) -> bytes:
-    """Decode a response body in a helper process, and encode the result."""
+    """Decode an untrusted response body inside a helper process, and return the encoded result."""
     given = msgspec.msgpack.decode(task, type=_Task)
     format = importlib.import_module(given.format)
     return _encode(_decode_in_place(format, body, given.model, given.bound, given.seconds))

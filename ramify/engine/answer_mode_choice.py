@@ -100,7 +100,7 @@ def _kinds_of_sources(question: Question) -> set[str]:
 
 
 def _has_texts_of_tables(question: Question) -> bool:
-    """Return True if the sources include tables and the context has all their rows as text."""
+    """Return True if the sources include tables whose rows are all in the context as text."""
     kinds = _kinds_of_sources(question)
     return bool(kinds & _TABLES_AS_TEXT) and not kinds & _OTHER_TABLES
 

@@ -46,7 +46,7 @@ question has the mode, so that the engine imports no plans."""
 
 
 def plan_tool() -> dict[str, Any]:
-    """Return the tool that lets session code run predefined plans, as a one-entry dict by name."""
+    """Return the tool that lets session code run predefined plans, in a dict keyed by its name."""
     tool = load_object("ramify.plans.session_plans:SessionPlansTool", "the plans of a session")()
     return {tool.__name__: tool}
 

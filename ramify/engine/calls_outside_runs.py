@@ -218,8 +218,8 @@ class DirectModelCaller:
         return fits and limit.calls >= 1
 
     def prepare_for_record(self, reply: Reply, request: Request, price: Price | None) -> Reply:
-        """Prepare a reply that did not come from ``send`` for recording, by completing its usage
-        and cost.
+        """Complete the usage and cost of a reply that ``send`` did not return, so that it can be
+        recorded.
 
         Such a reply comes, for example, from a batch API. This adds the cost at ``price``, and
         assumes the maximum usage of the request if the server reported none.
@@ -248,7 +248,7 @@ def _enforced_schema(question: Question) -> dict[str, Any] | None:
 
 
 class _DirectCall:
-    """One question in progress: its conversation and its spending so far."""
+    """The conversation and the spending so far of one question that is being answered."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class _DirectAccount:
         self._reservation = BudgetReservation(calls.budget, client.name, most, client.price)
 
     def most(self) -> tuple[Usage, float | None]:
-        """Return upper bounds on the request's usage and cost: the amounts reserved for it."""
+        """Return the usage and the cost reserved for the request, which are upper bounds."""
         return self._reservation.usage, self._reservation.cost
 
     async def reserve(self) -> None:

@@ -202,7 +202,7 @@ def _is_repeated(place: ConversationMatch, messages: Sequence[Message]) -> bool:
 
 
 def _num_common(ours: Sequence[Message], theirs: Sequence[Message], may_differ: bool) -> int:
-    """Count the equal messages at the start of a recorded and a received conversation.
+    """Count the messages that a recorded and a received conversation share at their beginning.
 
     If ``may_differ`` is True, ``theirs`` may lack the reasoning of a reply.
     """

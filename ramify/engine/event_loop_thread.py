@@ -59,8 +59,8 @@ class RunStallWatch:
         on_blocked: Callable[[str], object],
         on_overdue: Callable[[], object],
     ) -> None:
-        """Start to watch the run on the current event loop, with a deadline ``deadline_s`` seconds
-        from now.
+        """Start to watch the run on the current event loop, which must end within ``deadline_s``
+        seconds.
 
         ``on_blocked`` is called with the source line at which the event loop is blocked, or with an
         empty string if the loop still advances.
@@ -174,8 +174,10 @@ def _describe_frame(frame: FrameType | None) -> str:
 
 
 def innermost_await(task: asyncio.Task[Any]) -> str:
-    """Return the file, line and function of the innermost coroutine in which ``task`` is
-    waiting."""
+    """Return the file, line and function at which ``task`` is currently waiting.
+
+    They are those of the innermost coroutine.
+    """
     place: str = "its end"
     waiting: Any = task.get_coro()
     while (frame := getattr(waiting, "cr_frame", None)) is not None:

@@ -164,8 +164,10 @@ class EventRecorder:
 
     @property
     def needs_events(self) -> bool:
-        """True if a resumed run must emit repeated events one by one, for a listener, log or
-        journal."""
+        """True if a resumed run must emit its recorded events again, one by one.
+
+        This is the case if a listener, the log or the journal needs them.
+        """
         journal = self._journal
         if self._listeners or self._sealed is not None or _log.is_enabled_for(DEBUG):
             return True
@@ -283,7 +285,7 @@ def _describe_place(event: AnyEvent) -> str:
 def context_ref(
     context: SharedContextValue | None, pictures: Iterable[str] = ()
 ) -> ContextRef | None:
-    """Return the reference to a context that is stored in a call's record.
+    """Return the reference by which a call's record identifies the context of the call.
 
     It contains the context's digest, size, kind and files, and the digests of its pictures.
     """

@@ -93,14 +93,15 @@ class RunModelClient:
         return self._run.models.client_at_depth(depth)
 
     def call_ids(self, thread: str) -> list[str]:
-        """Return the ids of the calls that belong to the agent ``thread``, in order of creation."""
+        """Return the ids of the calls of the agent named ``thread``, in order of creation."""
         known = self._agents.get(thread)
         return [] if known is None else [each.call.id for each in known.calls]
 
     async def shared_resource(
         self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]
     ) -> T:
-        """Return an object that all runs of this RLM on one event loop share.
+        """Return an object that all runs of this RLM on one event loop share, opening it on first
+        use.
 
         At the first call with ``key``, the context manager that ``open()`` returns is entered. It
         is exited when the RLM closes its connections.
@@ -286,7 +287,7 @@ class RunModelClient:
         return msgspec.structs.replace(reply, prompt_ids=prompt_ids)
 
     def _note_sampling(self, request: _AgentRequest) -> None:
-        """Count a request whose sampling settings differ from the run's.
+        """Count an agent's request if its sampling settings differ from those of the run.
 
         The settings compared are temperature, top-p and top-k. At the end of the run, a note says
         how many such requests there were.

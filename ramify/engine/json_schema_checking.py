@@ -55,10 +55,10 @@ class _Budget:
             raise SchemaCheckTooLong
 
     def size(self, value: Any) -> int:
-        """Return the number of values inside ``value``, a part of the schema or of the checked
-        value.
+        """Return the number of JSON values inside ``value``, including itself.
 
-        Results are cached by the object's ``id()``, so the object must outlive the budget.
+        ``value`` is a part of the schema or of the checked value. Results are cached by the
+        object's ``id()``, so the object must outlive the budget.
         """
         if id(value) not in self._sizes:
             self._sizes[id(value)] = count_nodes(value)
@@ -126,7 +126,7 @@ class JsonSchema:
 
 
 def count_nodes(value: Any) -> int:
-    """Return the number of values inside ``value``, including itself.
+    """Return the number of JSON values inside ``value``, including itself.
 
     A long text counts as several values.
     """

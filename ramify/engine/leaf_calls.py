@@ -103,7 +103,7 @@ class LeafModelCaller:
 
     @property
     def reasoning_token_allowance(self) -> int:
-        """Maximum tokens of hidden reasoning in one reply, on top of the request's
+        """Maximum number of hidden reasoning tokens in one reply, on top of the request's
         ``max_tokens``."""
         return self._run.requests.lengths.reasoning_token_allowance(self.client)
 

@@ -146,11 +146,11 @@ class BudgetAmount(NamedTuple):
         )
 
     def within(self, limit: BudgetAmount) -> bool:
-        """Return True if calls, tokens and cost do not exceed those of ``limit``."""
+        """Return True if the calls, tokens and dollars of this amount are all within ``limit``."""
         return self.calls <= limit.calls and self.tokens <= limit.tokens and self.cost <= limit.cost
 
     def least(self, other: BudgetAmount) -> BudgetAmount:
-        """Return the smaller of two amounts, separately for calls, tokens and dollars."""
+        """Return the minimum of two amounts, computed separately for calls, tokens and dollars."""
         return BudgetAmount(
             min(self.calls, other.calls), min(self.tokens, other.tokens), min(self.cost, other.cost)
         )
@@ -208,7 +208,8 @@ class ReservationOverrun(NamedTuple):
         )
 
     def padded_max_usage(self, most: Usage) -> Usage:
-        """Return the maximum usage ``most``, increased by the largest overrun so far."""
+        """Return the maximum usage ``most``, increased by the largest overrun of the model so
+        far."""
         return msgspec.structs.replace(
             most,
             input_tokens=max(self.input_tokens, most.input_tokens + self.extra_input),
@@ -284,8 +285,7 @@ class BudgetLedger:
         return self._first_exceeded(self._committed_amount().plus(amount))
 
     def record_turn_refusal(self, exceeded: Stop, turn: BudgetAmount, final: BudgetAmount) -> None:
-        """Record that a turn is refused, because the turn and the final request would exceed a
-        limit.
+        """Record that a turn was refused because it and the final request together exceed a limit.
 
         ``exceeded`` is that limit, and ``final`` is the final request that may follow ``turn``.
         """
@@ -527,7 +527,8 @@ class BudgetReservation:
 
     @property
     def cost(self) -> float | None:
-        """Cost in dollars recorded for an attempt whose usage is unknown; None without a price."""
+        """Dollar cost to record for an attempt with unknown usage; None if the model has no
+        price."""
         return self.amount.cost if self._price is not None or self.amount.cost else None
 
     def recompute(self) -> bool:
@@ -590,7 +591,8 @@ class BudgetReservation:
         return self._ledger.last_excess if is_excess else ""
 
     def record_excess(self, usage: Usage, cost: float | None, request: str) -> None:
-        """Record an attempt's excess usage, so that later requests to the model reserve as much."""
+        """Record by how much an attempt exceeded its reservation, so that later ones reserve as
+        much."""
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         self._ledger.excess[self._model] = excess.with_report(self._most, usage, cost or 0.0)
         reported, reserved = (

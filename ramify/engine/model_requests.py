@@ -208,7 +208,7 @@ class ModelRequestSender:
         return sampling
 
     def partial_replies(self) -> list[ArrivingReply]:
-        """Return what has arrived so far of each unfinished reply."""
+        """Return the parts of unfinished replies that have arrived so far."""
         return [
             join_pieces(turn.call.id, turn.call.turn, turn.arrived)
             for turn in self.under_way
@@ -216,7 +216,7 @@ class ModelRequestSender:
         ]
 
     def remove_in_flight(self, turn: TurnRequester) -> None:
-        """Remove ``turn`` from the requests in flight after its outcome was recorded.
+        """Remove a turn from the requests in flight, after the outcome of its request was recorded.
 
         If the run is being suspended and this was the last such request, the run ends.
         """
@@ -234,7 +234,7 @@ class ModelRequestSender:
         self.recorder.note(call.id, note, is_warning=is_first)
 
     def max_reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
-        """Return the maximum tokens of a reply of ``call``, including hidden reasoning.
+        """Return the maximum number of tokens in a reply of ``call``, including hidden reasoning.
 
         ``longer`` multiplies the part without reasoning.
         """
@@ -244,7 +244,8 @@ class ModelRequestSender:
         return full if call.shrunk is None else min(full, call.shrunk[0])
 
     def visible_reply_token_limit(self, call: LiveCall) -> tuple[int, str]:
-        """Return the maximum tokens of a reply of ``call``, not counting hidden reasoning.
+        """Return the maximum number of tokens in a reply of ``call``, not counting hidden
+        reasoning.
 
         The second value names the setting that determines this maximum.
         """
@@ -385,7 +386,7 @@ class ModelRequestSender:
         return None
 
     def _repeat_attempts(self, recording: RunEventIndex, turn: TurnRequester) -> None:
-        """Repeat the record and the charge of a turn's failed or interrupted attempts.
+        """Record and charge a turn's failed or interrupted attempts again when a run is repeated.
 
         The provider may have billed them. This happens once per turn, even if the turn has several
         prompts because the first did not fit the window.
@@ -466,8 +467,7 @@ class TurnRequester:
         """A warning if the reply used more than was reserved, or an empty string."""
 
     def use_recorded_prompt(self, recording: RunEventIndex) -> None:
-        """Use the recorded prompt if the new prompt differs from it only in the limits that it
-        states.
+        """Use the recorded prompt if the new prompt differs from it only in the limits mentioned.
 
         If these limits have changed, system messages are not compared, because the rest of their
         text depends only on settings that were already compared.
@@ -568,7 +568,7 @@ class TurnRequester:
         self._record_failed_attempt(error, usage, cost)
 
     def charge_recorded_reply(self, reply: Reply) -> None:
-        """Charge the budget for a recorded reply from before the run was interrupted."""
+        """Charge the budget for a reply that was recorded before the run was interrupted."""
         ledger, usage = self._requests.ledger, reply.usage
         if not usage.unknown_calls and ledger.is_excess(
             self._reservation.amount, usage, reply.cost
@@ -587,7 +587,7 @@ class TurnRequester:
         self._record_failed_attempt(SENT_AGAIN, usage, cost)
 
     def max_usage_and_cost(self) -> tuple[Usage, float | None]:
-        """Return upper bounds on the request's usage and cost: the amounts reserved for it."""
+        """Return the maximum usage and cost of the request, which are reserved in the budget."""
         return self._reservation.usage, self._reservation.cost
 
     @property

@@ -30,7 +30,7 @@ class _Reading(msgspec.Struct, array_like=True):
 
 
 class ParsedReply(msgspec.Struct, array_like=True):
-    """A parsed model reply: the action that it asks for, and the prose of a long reply."""
+    """A parsed model reply: the requested action and, for a long reply, its prose without code."""
 
     action: ParsedAction
     prose: str | None = None
@@ -62,7 +62,7 @@ async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False)
 
 
 def read_in_helper(reading: bytes) -> bytes:
-    """Parse an encoded reply in the helper process, and encode the result."""
+    """Parse an encoded model reply inside the helper process, and return the encoded result."""
     given = _decode_reading(reading)
     action = given.scaffold.read(given.message, given.is_cut)
     return _encode(ParsedReply(action, prose_of(given.message.content)))

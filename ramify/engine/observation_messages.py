@@ -167,7 +167,7 @@ def idle_reminder(num_idle: int, max_idle: int) -> str:
 
 
 def recovered_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
-    """Return notes that name the variables in which values of a model's last cell were saved.
+    """Return notes that tell the model in which variables values of its last cell were saved.
 
     Saved values are replies that arrived before a failure, and values that the cell assigned to
     reserved names.
@@ -291,7 +291,7 @@ def _amount(value: float) -> str:
 
 
 def count_text_chars(value: Any) -> int:
-    """Return the number of characters in all values of a context, such as its strings."""
+    """Count the characters of all values in a context, such as its strings."""
     if isinstance(value, str | bytes | FileBackedText):
         return len(value)
     if isinstance(value, Mapping):

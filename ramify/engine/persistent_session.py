@@ -159,7 +159,8 @@ class RecoverableSession:
         return CellResult(msgspec.structs.replace(ran.cell, value=None, error=error, died=True))
 
     def truncate_cell_output(self, ran: CellResult, note: dict[str, Any]) -> Cell:
-        """Return a cell's result in the form that is recorded and shown to the model.
+        """Truncate the output of a cell, and return its result as it is recorded and shown to the
+        model.
 
         Long output is truncated, and its full text is stored separately.
         """
@@ -193,7 +194,8 @@ class RecoverableSession:
         )
 
     def replace_with_recorded(self, cell: Cell, recorded: Cell) -> Cell:
-        """Return a rerun cell's recorded result, and add a note to the run if the output differs.
+        """Return the recorded result of a rerun cell, and note in the run if the new output
+        differs.
 
         The recorded output is shown to the model because its recorded replies refer to it.
         """

@@ -105,8 +105,8 @@ def _fill_marker(found: re.Match[str], filled: Mapping[str, str]) -> str:
 class Scaffold(
     msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_unknown_fields=True
 ):
-    """The prompts of a run, and the conventions for the model's replies and the engine's
-    responses."""
+    """The prompts of a run, and the conventions by which the model replies and the engine
+    answers."""
 
     name: str = "default"
     system: str = _DEFAULT_SYSTEM
@@ -265,7 +265,8 @@ class Scaffold(
         return not is_frozen and "{{tools}}" in self.system
 
     def tools(self) -> tuple[Tool, ...]:
-        """Return the native tools that requests offer to the model."""
+        """Return the tools that requests offer to the model through the provider's tool-calling
+        API."""
         if not self.native_tools:
             return ()
         return (retool_protocol.TOOL,) if self.protocol == "retool" else NATIVE_TOOLS

@@ -50,8 +50,7 @@ _MAX_DEPTH = 200
 
 
 def closing_parenthesis_index(text: str, start: int) -> int | None:
-    """Return the index of the parenthesis that closes a function call whose arguments begin at
-    ``start``.
+    """Return the index of the parenthesis that closes a call whose arguments begin at ``start``.
 
     Return None if the call is not closed or its arguments are not valid Python.
     """

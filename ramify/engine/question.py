@@ -59,7 +59,7 @@ _BARE = "The task and its data are in `context`. Read it and do what it asks."
 
 @runtime_checkable
 class ContextWithTools(Protocol):
-    """The interface of the object that ``ramify.load`` returns.
+    """The interface of a source that was loaded with ``ramify.load``.
 
     It provides a context, tools to query the context, and a description of the context for the
     model.
@@ -321,7 +321,7 @@ class Question(msgspec.Struct, frozen=True):
         )
 
     def with_answer_options(self, options: RunOptions) -> Question:
-        """Return a copy of the question with the answering settings of ``options``."""
+        """Return a copy of the question that is answered according to ``options``."""
         return msgspec.structs.replace(
             self,
             direct=options.direct,
@@ -381,8 +381,10 @@ async def read_if_file(prompt: Any) -> Any:
 
 
 class _SourceFacts(NamedTuple):
-    """What a loaded source adds to a question: description, tools, pictures, warnings and
-    provenance."""
+    """What a loaded source adds to a question, such as a description, tools and pictures.
+
+    It also holds warnings and provenance.
+    """
 
     about: str = ""
     tools: Mapping[str, Any] = {}

@@ -225,7 +225,7 @@ def parse_action(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def prose_of(text: str) -> str:
-    """Return the prose of a reply, without its code, its thinking and ``FINAL_VAR(name)``.
+    """Return the prose of a reply, leaving out its code, its thinking and ``FINAL_VAR(name)``.
 
     A reply with none of these is returned whole.
     """
@@ -515,8 +515,7 @@ def _parse_tool_call(call: ToolCall) -> tuple[str | None, FinalAnswerText | None
 
 
 def answer_from_tool_argument(value: Any) -> FinalAnswerText:
-    """Convert the JSON argument of a tool call that gives the final answer to a
-    ``FinalAnswerText``.
+    """Convert the argument of a final-answer tool call to a ``FinalAnswerText``.
 
     A text that would be parsed as another value is quoted.
     """

@@ -30,7 +30,7 @@ class ReplyTokenLimits:
     """The sampling options and maximum reply lengths for all models of a run."""
 
     def __init__(self, setup: RlmSetup, models: ModelsByDepth, limit: BudgetAmount) -> None:
-        """Derive the run's sampling options from its settings.
+        """Create the token limits of a run, and derive its sampling options from its settings.
 
         ``limit`` is the run's budget, which caps the tokens for hidden reasoning.
         """
@@ -61,7 +61,7 @@ class ReplyTokenLimits:
     def visible_reply_token_limit(
         self, client: Client, depth: int, is_plain: bool
     ) -> tuple[int, str]:
-        """Return the maximum tokens of a reply, not counting hidden reasoning.
+        """Return the maximum number of tokens in a reply, not counting hidden reasoning.
 
         The second value names the setting that determines this maximum. ``depth`` is the depth of
         the call in the tree. ``is_plain`` is True for an ``llm_query`` call from a session.
@@ -79,7 +79,7 @@ class ReplyTokenLimits:
         ], self.reasoning_token_allowance(client)
 
     def reasoning_token_allowance(self, client: Client) -> int:
-        """Return the maximum tokens of hidden reasoning in a reply of the model behind
+        """Return the maximum number of hidden reasoning tokens in a reply of the model of
         ``client``."""
         if client.name not in self._reasoning:
             self._reasoning[client.name] = self._estimated_reasoning(client)

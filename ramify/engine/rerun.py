@@ -263,8 +263,7 @@ def rebuild_question(
 def _recorded_tools(
     resolved: Question, config: Mapping[str, Any], of_sources: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the tools that the recorded run got from its context and data sources, in their
-    order."""
+    """Return the tools that the recorded run got from its context and data sources, in order."""
     # Whether a context is searched may depend on what is installed here.
     optional = optional_tool_names(resolved.tools)
     tools = {name: tool for name, tool in resolved.tools.items() if name not in optional}

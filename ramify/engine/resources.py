@@ -181,7 +181,7 @@ def _name_forms(name: str) -> tuple[str, str]:
 
 
 def as_models(spec: ModelSpec | Sequence[ModelSpec]) -> tuple[Model | Client, ...]:
-    """Convert the model or models that the user specified to a tuple.
+    """Convert the user's model argument, which names one model or several, to a tuple.
 
     API keys are read now. Raises ConfigError for a value that is not a model.
     """
@@ -266,8 +266,7 @@ class EventLoopResources:
 
 
 class RefCountedLoopResources:
-    """Creates the shared resources of each event loop on first use, and closes them after the last
-    user."""
+    """Creates the shared resources of each event loop on first use, and closes them once unused."""
 
     def __init__(
         self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = open_pool
@@ -289,7 +288,7 @@ class RefCountedLoopResources:
             prewarm_sandbox(self._spec)
 
     def pin(self) -> EventLoopResources:
-        """Add a user to the running event loop's shared resources, and return them.
+        """Mark the running event loop's resources as used by one more caller, and return them.
 
         Each call must be followed by one call of ``unpin``.
         """
@@ -466,7 +465,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return self.with_instructions(config.get("instructions", ""), examples)
 
     def _instructions(self) -> dict[str, Any]:
-        """Return the non-empty instructions and examples as plain data."""
+        """Return the user's instructions and examples as plain data, leaving out empty ones."""
         both = {"instructions": self.instructions, "examples": self.examples}
         given = {name: value for name, value in both.items() if value}
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
@@ -516,7 +515,7 @@ def require_store(store: RunStore | None, what: str) -> RunStore:
 
 
 def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | None:
-    """Return the recorded replies of ``store`` if ``is_enabled``, and None otherwise.
+    """Return the cache of the replies recorded in ``store``, or None if caching is not enabled.
 
     Raises ConfigError if the store cannot provide them.
     """

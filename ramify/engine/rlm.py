@@ -315,11 +315,11 @@ class RLM:
         depth: int = 0,
         **changes: Unpack[RunKeywordOptions],
     ) -> FirstRequestPreview:
-        """Return the first request that ``completion`` would send for the root call, or for a child
-        call at ``depth``.
+        """Return the first request that ``completion`` would send for the call at ``depth``.
 
-        Nothing is sent or stored and no API key is needed, but a session may be started. Raises the
-        same ConfigError as ``completion``.
+        Depth 0 is the root call, and a greater depth means a child call. Nothing is sent or stored
+        and no API key is needed, but a session may be started. Raises the same ConfigError as
+        ``completion``.
         """
         from ramify.engine.prompt_preview import preview
 

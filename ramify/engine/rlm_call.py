@@ -253,8 +253,8 @@ class RlmCall:
         return outcome
 
     async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
-        """Send the pending messages and ``after``, shortening code output if the model's window is
-        too small.
+        """Send the pending messages and ``after``, and shorten code output that exceeds the model's
+        window.
 
         Return the reply. If the output of the last code does not fit the model's window, shorten it
         and try again.
@@ -602,7 +602,7 @@ class RlmCall:
     # --- messages ---------------------------------------------------------------------------------
 
     def _before_question(self, before: Sequence[Message]) -> list[Message]:
-        """Return the messages that the next request contains before the question.
+        """Return the messages that precede the question in the next request.
 
         At first this is the system prompt. Later in a conversation, it is the answers to native
         tool calls of the last reply.

@@ -32,7 +32,7 @@ class BranchedCall:
     """
 
     def __init__(self, call: RlmCall, search: BranchSearch, branched_at: int = -1) -> None:
-        """Create a continuation that lets ``call`` branch as ``search`` decides.
+        """Create a continuation of the root call ``call``, which branches as ``search`` decides.
 
         ``branched_at`` is the index of the turn at which this continuation began, so that it does
         not branch there again. For the original call it is -1.

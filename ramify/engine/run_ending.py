@@ -208,10 +208,9 @@ class RunStopper:
 
 
 def closing_error(stop: Stop) -> LimitReached:
-    """Create the LimitReached error for a request that is refused or cancelled because the run is
-    ending early.
+    """Create the LimitReached error for a request that is cut off because the run ends early.
 
-    ``stop`` is the reason why the run ends.
+    Such a request is refused or cancelled. ``stop`` is the reason why the run ends.
     """
     why = {Stop.DEADLINE: "the run's time is up", Stop.CANCELLED: "the run was asked to finish"}
     return LimitReached(why.get(stop, f"the run is closing ({stop})"), stop)

@@ -305,7 +305,7 @@ def _path(
 def _kept_calls(
     events: Sequence[AnyEvent], calls: dict[str, CallStarted], path: dict[str, _Place]
 ) -> dict[str, bool]:
-    """Return which recorded calls the fork replays, by call id.
+    """Return for each recorded call, by its id, whether the fork replays it.
 
     The value is False for a call that the fork makes again. The forked call and its ancestors are
     not included, because they are repeated only in part.

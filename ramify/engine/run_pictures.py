@@ -183,8 +183,8 @@ class RunPictures:
 
 
 def request_size_error(pictures: Sequence[Picture]) -> str:
-    """Return an error message if the pictures are too large for one request, and an empty string
-    otherwise."""
+    """Return an error message if ``pictures`` are too large for one request, and otherwise
+    ``""``."""
     num_bytes = sum(picture.num_bytes for picture in pictures)
     if num_bytes <= MAX_REQUEST_BYTES:
         return ""

@@ -49,7 +49,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def run_id(self) -> str:
-        """The id of the run.
+        """The id of the run that produced this result.
 
         ``RLM.resume`` and ``ramify show`` accept it if the run is stored.
         """
@@ -57,7 +57,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """One sentence that says why the run ended, and quotes the numbers of a limit that it
+        """One sentence that says why the run ended, quoting the numbers of any limit that it
         reached.
 
         Empty after a final answer.
@@ -90,8 +90,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def as_text(answer: Any) -> str:
-    """Return an answer as text: a string unchanged, any other value as JSON, and None as an empty
-    string."""
+    """Return an answer as text: a string unchanged, None as ``""``, and any other value as JSON."""
     if answer is None:
         return ""
     if isinstance(answer, str):
@@ -113,8 +112,7 @@ def why_unanswered(result: Result) -> str:
 
 
 def raise_if_failed(result: Result, resume: Callable[[str], Result]) -> Result:
-    """Return ``result``, or raise the corresponding error if the run is suspended or failed without
-    an answer.
+    """Return ``result``, or raise its error if the run was suspended or failed without an answer.
 
     The ``resume`` method of a RunSuspendedError calls the function ``resume``.
     """

@@ -77,7 +77,7 @@ class CellHostCallHandler:
         run_child: RunChild,
         closed_by: Stop | None = None,
     ) -> None:
-        """Create the host of a cell that ``call`` runs in the given turn.
+        """Create the handler of host calls for a cell that ``call`` runs in the given turn.
 
         If the run has already reached a limit, pass it as ``closed_by``. The cell can then no
         longer call a model.
@@ -701,7 +701,7 @@ def _arguments_of(name: str) -> Iterator[None]:
 
 
 def _schema_check(schema: Any) -> AnswerSchema:
-    """Return a check of answers against the JSON schema that session code passed.
+    """Convert the JSON schema that session code passed to a checker of answers.
 
     Raises HostCallError if the schema, which is untrusted, cannot be used.
     """

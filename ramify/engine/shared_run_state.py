@@ -54,7 +54,7 @@ _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.
 
 
 def store_context(blobs: RunBlobs, context: SharedContextValue) -> None:
-    """Store a context with its run.
+    """Store a context in the blob store of its run, under the digest of the context.
 
     If it is stored in files, it is written in pieces, so that memory never holds a second copy.
     """
@@ -237,7 +237,7 @@ class SharedRunState:
         )
 
     def stop_explanation(self, outcome: CallOutcome, num_turns: int, depth: int = 0) -> str:
-        """Explain in one sentence why a call ended, and quote the numbers of a limit that it
+        """Explain in one sentence why a call ended, quoting the numbers of any limit that it
         reached.
 
         Empty if the call ended with a final answer.

@@ -144,7 +144,7 @@ class ToolSet:
         }
 
     def only(self, names: Sequence[str]) -> ToolSet:
-        """Return a set of only the tools with the given names.
+        """Return a tool set that contains only the tools with the given names.
 
         Raises ConfigError for an unknown name.
         """

@@ -1,4 +1,4 @@
-"""Convert the required type of an answer to a schema for the model and a check of its answer.
+"""Turn the required type of an answer into a schema for the model and a validator of its answer.
 
 ``answer_type=`` accepts a msgspec ``Struct``, a dataclass, a pydantic model, any type that msgspec
 supports (``list[int]``, ``dict[str, float]``, a ``Literal``), or a JSON schema. The model is shown
@@ -52,7 +52,8 @@ class TypeMismatch(Exception):
 
 
 class AnswerSchema(msgspec.Struct, frozen=True):
-    """The required type of an answer, as a JSON schema for the model and a check of its answer.
+    """The required type of an answer: a JSON schema for the model and a function that checks the
+    answer.
 
     The check also converts the answer.
     """
@@ -235,7 +236,7 @@ def _uncheckable_error(error: Exception) -> TypeMismatch:
 
 
 def _check_writable(plain: Any) -> Any:
-    """Return ``plain`` unchanged if it can be written as JSON.
+    """Check that ``plain`` can be written as JSON, and return it unchanged.
 
     Raises TypeMismatch otherwise, for example for an integer with thousands of digits.
     """
@@ -306,7 +307,7 @@ class CitedAnswer(msgspec.Struct, Generic[T], frozen=True):
 def cited_type(
     kind: Any, context: Any, places: Mapping[str, Sequence[DocumentPartLocation]] = {}
 ) -> AnswerSchema:
-    """Return the type of an answer with citations, each checked against ``context``.
+    """Return the type of an answer whose citations are checked against ``context``.
 
     ``kind`` is the type of the answer itself. ``places`` describes the structure of each document,
     such as its pages, so that a citation can name its page.

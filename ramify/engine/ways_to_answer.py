@@ -187,7 +187,7 @@ async def answer(
 async def _answer_by_conversations(
     run: SharedRunState, question: Question, resources: EventLoopResources
 ) -> CallOutcome:
-    """Run a task's own code, which converses with the models, and return its result as the outcome.
+    """Run a task's code that converses with the models, and return its result as the outcome.
 
     An exception in that code becomes a failed outcome.
     """
@@ -229,8 +229,7 @@ async def _answer_by_strategy(
 async def _ended_by_strategy(
     run: SharedRunState, root: LiveCall, question: Question, calls: LeafModelCaller
 ) -> CallOutcome:
-    """Run the question's strategy, which asks models through ``calls``, and return the outcome of
-    the root call.
+    """Run the strategy of a question, which asks models through ``calls``, and return the outcome.
 
     Record the end of the root call, whose beginning is already recorded.
     """

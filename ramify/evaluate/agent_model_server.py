@@ -109,7 +109,7 @@ class AgentFacingModel:
     async def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        """Yield each reply whole, after all replies have arrived."""
+        """Yield the replies to a request, each in one piece, after all of them have arrived."""
         for index, reply in enumerate(await self.generate_replies(request, num_replies)):
             yield index, reply
 

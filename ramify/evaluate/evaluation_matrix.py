@@ -82,7 +82,7 @@ def format_length(num: int) -> str:
 
 
 class EvalMatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
-    """The suites, lengths, models, modes and so on that an evaluation matrix combines."""
+    """The values that an evaluation matrix combines, such as suites, lengths, models and modes."""
 
     suites: tuple[str, ...]
     """Names of the task suites to evaluate."""
@@ -102,7 +102,7 @@ class EvalMatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalMatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One cell of a matrix: a combination of choices, and the plan of its evaluation.
+    """One cell of an evaluation matrix: a combination of choices, and the plan of its evaluation.
 
     The choices are a suite, a length, a model and so on.
     """
@@ -129,7 +129,7 @@ class EvalMatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EvalMatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The plan of a matrix: one evaluation per combination of suite, length, model and so on."""
+    """The plan of an evaluation matrix, which has one evaluation per combination of its axes."""
 
     id: str
     cells: tuple[EvalMatrixCell, ...]
@@ -303,7 +303,7 @@ class EvalMatrixTaskCache:
 
 
 class EvalMatrixEstimate(msgspec.Struct, frozen=True):
-    """The number of attempts left in a matrix and an upper bound on their cost."""
+    """The number of attempts left in an evaluation matrix, and an upper bound on their cost."""
 
     attempts: int
     """Number of attempts that are left to make."""
@@ -347,7 +347,7 @@ def estimate_remaining_cost(
 
 
 class EvaluationMatrixStore:
-    """The evaluation matrices recorded in a store, a folder of runs and evaluations."""
+    """The evaluation matrices that are recorded in a store (a folder of runs and evaluations)."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
@@ -366,7 +366,7 @@ class EvaluationMatrixStore:
         os.replace(part, path)
 
     def has_cell_record(self, cell: EvalMatrixCell) -> bool:
-        """Return True if the evaluation of a cell has been started, so that its record exists."""
+        """Return True if the evaluation of a cell has started, in which case its record exists."""
         return (self._folder / f"{cell.record}.jsonl").exists()
 
     def open_cell_record(self, cell: EvalMatrixCell) -> EvaluationFileWriter:

@@ -50,7 +50,7 @@ def calibration_sizes(room: PlainCallModelSpec) -> list[int]:
 
 
 def to_text_tokens(size: int) -> int:
-    """Convert a call's size to the tokens that a suite's ``tokens`` option counts.
+    """Convert the size of a model call to the unit of a task suite's ``tokens`` option.
 
     Call sizes count a token as three bytes, and the option counts it as four characters.
     """

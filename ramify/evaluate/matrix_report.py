@@ -41,8 +41,7 @@ _OF_ITEMS = ("suite", "family", "length")
 
 
 class SelfReportedUsage(msgspec.Struct, frozen=True):
-    """The requests and tokens that an external system reports for itself, summed over its
-    attempts."""
+    """The model requests and tokens that an external system reports, summed over its attempts."""
 
     attempts: int
     """Attempts with a reported count. A system that fails may report none."""
@@ -303,7 +302,7 @@ def failure_reason(outcome: AttemptOutcome) -> str:
 
 
 def matrix_table(report: EvalMatrixReport) -> str:
-    """Format a matrix report as text: a line with the values that all rows share, then a table."""
+    """Format a matrix report as a text table, below a line with the values that all rows share."""
     plan, rows = report.plan.first_plan, report.rows
     values = {axis: [row.place.get(axis, "") for row in rows] for axis in AXES}
     varied = [axis for axis in AXES if len({*values[axis]}) > 1]

@@ -65,7 +65,8 @@ class TaskWithMcpTools:
         self._opening = threading.Lock()
 
     async def prepare(self, item: Item) -> RolloutInitialState:
-        """Prepare the wrapped task for an item, and add the servers' tools.
+        """Prepare the wrapped task for an item, and add the tools of the MCP servers to its
+        session.
 
         Raises ConfigError if a server cannot be used, or if one of its tools has the name of a tool
         of the task.
@@ -102,7 +103,7 @@ class TaskWithMcpTools:
         return batch_scores(self._task, rollouts)
 
     def close(self) -> None:
-        """Stop the servers that all rollouts share.
+        """Stop the MCP servers that all rollouts share.
 
         Calling this method twice is harmless, and the next rollout starts the servers again.
         """

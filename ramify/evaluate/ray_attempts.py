@@ -87,7 +87,7 @@ class RayEvaluationWorker:
     """
 
     def __init__(self, make: MakeAttempts, store: str, folder: str, version: str) -> None:
-        """Create a worker and change its working directory to ``folder``, if that exists on its
+        """Create a worker, and change its working directory to ``folder`` if that exists on its
         machine.
 
         The files of tasks then have the same relative paths as for the command that started the

@@ -1,4 +1,4 @@
-"""Get rewards from a reward model behind HTTP.
+"""Get rewards from a reward model that is served over HTTP.
 
 Requests are batched, concurrent and retried.
 
@@ -58,7 +58,7 @@ def join_question_and_answer(question: str, answer: str) -> str:
 
 
 class RewardModel:
-    """A reward function that asks a reward model behind HTTP to score an answer to a question.
+    """A reward function that asks a reward model over HTTP to score an answer to a question.
 
     Example:
         reward = evaluate.RewardModel("http://gpu1:8000/classify", model="my-rm", label="good")
@@ -127,7 +127,7 @@ class RewardModel:
         self._batched = BatchedReward(self._ask, max_batch=max_batch, concurrency=concurrency)
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Return the reward of one answer, after waiting for its batch.
+        """Return the reward of one answer, which is scored in a batch together with others.
 
         Raises RamifyError if the server returned no score.
         """
@@ -201,7 +201,7 @@ class RewardModel:
         return rewards
 
     def _parse_reward(self, row: Any) -> float:
-        """Return the score of the chosen label from the server's result for one text."""
+        """Parse the score of the chosen label from the reward server's result for one input."""
         if self._form == "predict":  # [{"label": "good", "score": 0.9}, …]
             if isinstance(self._label, int):
                 return float(row[self._label]["score"])

@@ -81,7 +81,7 @@ class EvaluationPlan(
 
 
 class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=True, kw_only=True):
-    """The recorded outcome of one attempt at a task item (a question of a task)."""
+    """The recorded outcome of one attempt at a task item, such as its reward and its answer."""
 
     item: str
     """Id of the item, which is one question of the task."""
@@ -137,7 +137,7 @@ class EvaluationResult(msgspec.Struct, frozen=True):
 
 
 def choose_split(task: Task, given: str | None = None) -> str:
-    """Return the split of a task to evaluate: the given one, ``test``, or the task's only split.
+    """Return the split to evaluate: the given one, else ``test``, else the task's only split.
 
     Raises ConfigError if the task has none of these.
     """
@@ -262,7 +262,7 @@ class AttemptRunner(Protocol):
     async def run_attempt(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
-        """Run one attempt and return its outcome with its trajectory.
+        """Run one attempt, and return its outcome and its trajectory.
 
         The trajectory is None if the attempt was not a run of this process. ``max_cost`` limits the
         dollars that the attempt may spend; None means no limit.
@@ -589,7 +589,7 @@ class EvaluationFileWriter:
     """
 
     def __init__(self, path: Path, plan: EvaluationPlan | None = None) -> None:
-        """Open the file that records an evaluation, and create it if ``plan`` is given.
+        """Open the file that records an evaluation, or create it if ``plan`` is given.
 
         A new file begins with the plan. Raises StoreError if another process is writing to it.
         """

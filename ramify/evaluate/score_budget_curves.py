@@ -36,7 +36,7 @@ _OF_A_SYSTEM = ("mode", "scaffold")
 
 
 class ScoreBudgetPoint(msgspec.Struct, frozen=True):
-    """One point of a score-against-budget curve: a budget per attempt and the score within it.
+    """One point on a score-against-budget curve: a budget per attempt and the score it yields.
 
     Example:
         [(point.dollars, point.score.value) for point in curves["rlms"]]
@@ -73,7 +73,7 @@ def score_by_budget_curves(
 
 
 def _budgets(costs: Iterable[float], num_points: int) -> list[float]:
-    """Return the budgets at which a curve can change, which are the distinct costs of attempts.
+    """Return the distinct costs of attempts, the only budgets at which a score curve can change.
 
     If there are more than ``num_points``, return an evenly spread selection.
     """
@@ -146,7 +146,8 @@ class ScoreByBudgetTable(msgspec.Struct, frozen=True):
 
 
 def score_by_budget_tables(rows: Sequence[ScoreBudgetCurve]) -> list[ScoreByBudgetTable]:
-    """Arrange the curves as tables, one for each combination of suite, length and model.
+    """Arrange score-against-budget curves as tables, one per combination of suite, length and
+    model.
 
     Combinations with fewer than two different budgets are omitted.
     """
@@ -166,7 +167,7 @@ def score_by_budget_tables(rows: Sequence[ScoreBudgetCurve]) -> list[ScoreByBudg
 
 
 def format_budget_tables(tables: Sequence[ScoreByBudgetTable]) -> list[str]:
-    """Format tables of the scores that systems reach within given budgets as lines of text."""
+    """Format tables of the systems' scores by budget as lines of text."""
     lines: list[str] = []
     for table in tables:
         lines.append(f"{table.items}: score with a budget per attempt")

@@ -1,4 +1,4 @@
-"""Expose a task to another trainer as a SkyRL-gym text environment.
+"""Expose a Ramify task as a SkyRL-gym text environment, so that other trainers can use it.
 
 The environment has the methods ``init``, ``step`` and ``close``.
 
@@ -49,10 +49,11 @@ def text_env(
     sub_model: ModelSpec | None = None,
     base: type = object,
 ) -> type[TaskEnv]:
-    """Return a text environment class for RL trainers, whose instances each attempt one task item.
+    """Return a text environment class with which RL trainers attempt the items of a task.
 
-    The class inherits from ``base``, because trainers such as SkyRL require a certain base class
-    (``BaseTextEnv``). No method of the base class is used.
+    Each instance of the class attempts one task item. The class inherits from ``base``, because
+    trainers such as SkyRL require a certain base class (``BaseTextEnv``). No method of the base
+    class is used.
 
     Example:
         Env = evaluate.text_env(tasks.task_of("ledger"), base=skyrl_gym.BaseTextEnv)
@@ -63,8 +64,10 @@ def text_env(
     rlm = RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox)
 
     class Env(TaskEnv, base):  # type: ignore[misc]  # any class
-        """A SkyRL-gym environment for one attempt at the task item ``extras["index"]`` of the
-        split."""
+        """A SkyRL-gym environment in which the trainer's model attempts one item of the task.
+
+        The item is the one at index ``extras["index"]`` of the split.
+        """
 
         def __init__(self, env_config: Any = None, extras: Mapping[str, Any] = {}) -> None:
             index = extras.get("index")

@@ -64,8 +64,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], rewards: Sequence[float], k: int) -> float:
-    """Return the reward of a majority vote among k attempts, which is the reward of the most
-    frequent answer.
+    """Return the reward of the answer that wins a majority vote among k attempts.
 
     If several answers are equally frequent, the earliest wins.
 
@@ -185,7 +184,7 @@ def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def _is_at_an_end(values: Sequence[float]) -> bool:
-    """Return True if nearly all scores are at the same end of the scale, which is 0 or 1.
+    """Return True if nearly all scores are 0, or nearly all of them are 1.
 
     At most four scores may differ from that value by more than 1 %.
     """
@@ -248,7 +247,7 @@ def _are_scores(*sides: Sequence[float]) -> bool:
 
 
 def _estimate_change(better: int, worse: int, num: int) -> MeanEstimate:
-    """Estimate the mean change in score per task item if each item is either right or wrong.
+    """Estimate the mean change in score when each task item is scored either right or wrong.
 
     The result includes a confidence interval. ``better`` counts the items that became right,
     ``worse`` those that became wrong, and ``num`` all items.
@@ -267,7 +266,7 @@ def _estimate_change(better: int, worse: int, num: int) -> MeanEstimate:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return a quantile of numbers in ascending order, with linear interpolation.
+    """Return a quantile of sorted numbers by linear interpolation.
 
     For example, ``share=0.5`` gives the median.
 

@@ -51,7 +51,7 @@ the reply. Returns None if it cannot decide."""
 
 
 class TrafficScoringCounts(NamedTuple):
-    """The numbers of conversations and replies that were scored or left without a score."""
+    """Counts of scored and unscored conversations and replies in recorded traffic."""
 
     num_scored: int
     num_corrections: int
@@ -88,7 +88,7 @@ class UserCorrectionDetector:
     """
 
     def __init__(self, client: Client, max_cost: float = 1.0) -> None:
-        """Create a judge that asks the model behind ``client``.
+        """Create a detector that asks the model behind ``client``.
 
         Once it has spent ``max_cost`` dollars, further messages stay undecided.
         """
@@ -155,7 +155,7 @@ async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> T
 def score_stored_conversations(
     store: RunStore, score: Callable[[Trajectory], Worth], by: str = TASK
 ) -> TrafficScoringCounts:
-    """Score every conversation in a store with a function of its trajectory.
+    """Score every stored conversation by calling a function on its trajectory.
 
     The function returns a number, a dict of rewards or a ``Score``, as a task's reward function
     does. The rewards are stored for the whole conversation, and ``Score.calls`` for single calls.

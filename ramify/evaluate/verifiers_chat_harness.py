@@ -40,12 +40,11 @@ def register_chat_harness() -> str:
     program = compile(launch.CHAT_PROGRAM_SOURCE, "<chat program of verifiers>", "exec")
 
     class InProcessChatHarness(null.NullHarness):  # type: ignore[misc,name-defined]
-        """A harness that runs the chat program of ``verifiers`` in this process, not in a new
+        """A harness that runs the chat program of ``verifiers`` in this process instead of a new
         one."""
 
         async def setup(self, runtime: Any) -> None:
-            """Do nothing, because the chat program needs no setup in the runtime of
-            ``verifiers``."""
+            """Do nothing, because a chat program in this process needs no setup."""
 
         async def launch(
             self,
@@ -116,7 +115,7 @@ def register_chat_harness() -> str:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Return a TLS context that trusts the system's certificate authorities.
+    """Load the system's trusted certificate authorities into a TLS context.
 
     It is cached, because reading them takes a fifth of a second.
     """

@@ -44,11 +44,10 @@ _KEY = "ramify"
 
 
 def taskset(name: str, /, *, split: str = "train", num: int | None = None, **options: Any) -> type:
-    """Return a ``Taskset`` class of the ``verifiers`` library for a split of the task called
-    ``name`` (see ``tasks.base.task_of``).
+    """Return a ``Taskset`` class of the ``verifiers`` library for one split of a Ramify task.
 
-    It contains the first ``num`` items of the split. By default, it contains all of them, which may
-    be infinitely many.
+    The task is looked up by ``name``, as in ``tasks.base.task_of``. It contains the first ``num``
+    items of the split. By default, it contains all of them, which may be infinitely many.
 
     Example:
         ledger = evaluate.taskset("ledger", num=100, multi=1.0)
@@ -120,7 +119,7 @@ def harness(
     vf = verifiers_v1()
 
     class RamifyHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc,name-defined]
-        """A harness that runs a recursive language model.
+        """A ``verifiers`` harness that runs a recursive language model in Ramify's engine.
 
         The model's code runs in sandbox sessions of Ramify's engine instead of the verifiers
         runtime.

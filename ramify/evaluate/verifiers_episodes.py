@@ -110,7 +110,7 @@ class VerifiersSplit(LazySequence[Item]):
     """The task items in one split of a ``verifiers`` taskset: train, validation or test."""
 
     def __init__(self, runner: VerifiersEpisodeRunner, split: str, kept: Sequence[int]) -> None:
-        """Create one split of the ``verifiers`` taskset that ``runner`` runs.
+        """Create a split from some of the tasks in the runner's ``verifiers`` taskset.
 
         Tasks are divided into blocks of ``runner.period``, usually ten. The split contains the
         tasks at the positions ``kept`` of each block.
@@ -184,7 +184,7 @@ class VerifiersEpisodeRunner:
             raise ConfigError(f"taskset '{self.name}' has no tasks")
 
     def split_positions(self) -> dict[str, Sequence[int]]:
-        """Return the positions within each block of tasks that belong to each split.
+        """Return which positions in each block of ``verifiers`` tasks belong to each split.
 
         The taskset is divided into blocks of ``period`` tasks, usually ten.
         """
@@ -255,7 +255,7 @@ class VerifiersEpisodeRunner:
     # --- one attempt ------------------------------------------------------------------------------
 
     async def prepare(self, item: Item) -> RolloutInitialState:
-        """Prepare an attempt at a task item, which runs as an episode of the ``verifiers``
+        """Prepare an attempt at a task item that will run as an episode of the ``verifiers``
         environment.
 
         The environment holds the conversations, not Ramify's engine.

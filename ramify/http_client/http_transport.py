@@ -77,7 +77,7 @@ class HttpResponse(msgspec.Struct, frozen=True):
 
 
 class HttpRequestTarget(msgspec.Struct, frozen=True):
-    """The destination of an HTTP client's requests, such as the server's URL and the headers.
+    """The target of an HTTP client's requests: the server's URL, the method and the headers.
 
     It is computed once per client to keep single requests cheap.
     """
@@ -215,7 +215,7 @@ class HttpConnectionPool:
         *,
         upgrades: bool = False,
     ) -> LiveHttpExchange:
-        """Prepare an HTTP exchange, whose request is sent on entering its ``async with`` block.
+        """Prepare an HTTP exchange, which sends its request on entry to its ``async with`` block.
 
         ``where`` names the server in errors. ``max_body_bytes`` lowers the pool's limit for this
         response. ``upgrades`` allows status 101, after which the caller takes over the connection.

@@ -363,7 +363,7 @@ def _parse_assistant_turn(turn: _Turn) -> list[Message]:
 
 
 def _parse_user_turn(turn: _Turn) -> list[Message]:
-    """Convert a turn of the messages API that the model did not write to messages for the engine.
+    """Convert a turn that the model did not write from the messages API to engine messages.
 
     Each tool result becomes a message, and so does any text between tool results.
     """

@@ -1,4 +1,4 @@
-"""The interface between a model and its HTTP APIs, with functions shared by all of the APIs.
+"""The interface between a model and its HTTP APIs, and the code that these APIs share.
 
     body ── parse_request of an API ──> ModelApiReplyWriter ── request ──> ServedModel
                                             └── body, or events of a stream <── replies ──┘

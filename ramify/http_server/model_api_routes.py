@@ -44,7 +44,7 @@ Recorder = Callable[[str, int, Request, Reply], Awaitable[None]]
 
 
 class CallerModelAccess(msgspec.Struct, frozen=True):
-    """A model as served to one caller, and the stored responses of that caller."""
+    """One caller's access to a served model, and the responses stored for that caller."""
 
     model: ServedModel
     stored: RecentResponseStore

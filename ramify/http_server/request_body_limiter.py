@@ -1,4 +1,4 @@
-"""Read request bodies, with limits on their total memory and on the time of each.
+"""Read request bodies, and limit their total memory and how long each may take to arrive.
 
     async with uploads.received(http, caller) as body:      reads, or raises RequestRejected
         request = decode(body)

@@ -520,7 +520,7 @@ class _WrittenReply:
 
 
 def _message(item: _Item, index: int) -> Message:
-    """Convert an input item that the model did not write to a message for the engine.
+    """Convert an input item that was not written by the model to a message for the engine.
 
     Raises RequestRefusedError or RequestRejected if it is not supported.
     """

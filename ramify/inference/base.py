@@ -74,16 +74,16 @@ class UpdatableInferenceClient(Client, Protocol):
         ...
 
     async def fingerprint(self) -> str | None:
-        """Return a fingerprint of the engine's current weights, computed as in
-        ``models.fingerprint``.
+        """Return a fingerprint that identifies the values of the engine's current weights.
 
-        Equal weights have equal fingerprints. Returns None if the engine stores its weights in
-        another layout.
+        It is computed as in ``models.fingerprint``. Equal weights have equal fingerprints. Returns
+        None if the engine stores its weights in another layout.
         """
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability at temperature 1 of each token of a sequence after the first.
+        """Return the log-probability of each token of a sequence except the first, at temperature
+        1.
 
         Each is conditioned on the tokens before it.
         """

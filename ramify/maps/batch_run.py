@@ -205,7 +205,7 @@ class MapBatchJobs:
     # --- what is uploaded -------------------------------------------------------------------------
 
     async def _required_amount(self) -> tuple[int, BudgetAmount]:
-        """Return the number of requests still to be uploaded, and an upper limit of their cost.
+        """Return the number of requests still to be uploaded, and an upper limit on their cost.
 
         The limit includes their tokens.
         """
@@ -360,7 +360,7 @@ class MapBatchJobs:
         self._record_acceptance(batch)
 
     async def _find(self, batch: UnfinishedBatch) -> None:
-        """Search for a batch at the provider after its upload was interrupted.
+        """Search the provider for a batch whose upload was interrupted.
 
         If it is found, its id is set.
         """

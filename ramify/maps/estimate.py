@@ -168,7 +168,7 @@ def _seconds(
 
 
 def _by_rate(rows: Sequence[MeasuredRowCost], num_questions: int, read_s: float) -> EstimatedAmount:
-    """Estimate the time to answer all questions of a map from the rate in the sample.
+    """Estimate how long answering all questions takes from the rate at which a sample was answered.
 
     ``rows`` holds the sampled questions that were answered at full concurrency.
     """

@@ -64,7 +64,7 @@ RAY_MAPS = "ray_maps"
 
 
 class RayMapHeaderFields(msgspec.Struct, frozen=True):
-    """The part of a map's header that is only used on a Ray cluster.
+    """The part of a map's journal header that is used only on a Ray cluster.
 
     Answers are written to output files there, and not to the journal. It names the columns, and the
     file that records spending.

@@ -52,7 +52,8 @@ class UnfinishedBatch(msgspec.Struct):
 
 
 def request_reservation(first: QuestionStartedLine) -> BudgetAmount:
-    """Return the budget to reserve for a request: one call, its tokens and its cost."""
+    """Return the budget to reserve for one request: a single call, its maximum tokens and its
+    cost."""
     tokens = first.max_input_tokens + first.max_output_tokens
     return BudgetAmount(1, tokens, first.cost or 0.0)
 
@@ -203,7 +204,7 @@ class MapJournalState:
             self.last_row = max(self.last_row, row)
 
     def _reopen_question(self, number: int) -> UnfinishedQuestion:
-        """Reopen a question of the map, and return its entry among the unanswered ones.
+        """Return a question's entry among the unanswered ones, reopening the question if needed.
 
         A question that was answered is reopened. If it had an answer, that reply is kept as one of
         its earlier replies.

@@ -263,7 +263,7 @@ def _next_line_offset(path: Path, offset: int) -> int:
 
 
 class DirectRowAsRun:
-    """A row answered without a Python session, presented to the viewer as a stored run."""
+    """A table row answered without a Python session, which the viewer shows like a stored run."""
 
     path = None
 

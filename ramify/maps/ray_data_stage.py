@@ -123,7 +123,7 @@ def _is_priced(rlm: RLM) -> bool:
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a Ray Data batch, which is stored by columns, as dicts."""
+    """Convert a Ray Data batch, which is stored by columns, to a list of rows as dicts."""
     columns = {
         name: values.tolist() if hasattr(values, "tolist") else list(values)
         for name, values in batch.items()

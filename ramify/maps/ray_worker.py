@@ -55,7 +55,7 @@ class MapWorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowAnsweringEngine:
-    """The engine of a worker process, which answers rows with one RLM that serves all parts."""
+    """The engine of a worker process, which answers all parts of a map's rows with one RLM."""
 
     def __init__(self, task: MapWorkerConfig, budget: Any) -> None:
         """Start the RLM with which this worker answers rows.

@@ -192,7 +192,7 @@ class MapBudgetActor:
     async def apply_operations(
         self, attempt: str, operations: list[Operation], pause_remaining_s: float = 0.0
     ) -> tuple[list[Granted], str]:
-        """Apply a worker's budget operations in order: reservations, settlements and charges.
+        """Apply a worker's reservations, settlements and charges to the map's budget, in order.
 
         ``pause_remaining_s`` is the number of seconds for which a rate limit still makes this
         worker wait. Returns the decisions on reservations so far, and the reason if the map is

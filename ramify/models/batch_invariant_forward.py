@@ -182,7 +182,7 @@ class BatchInvariantTrunk:
 
 
 class _ForestKeys:
-    """The keys and values of a forest of token sequences, as far as they are computed.
+    """The keys and values computed so far for a forest of token sequences.
 
     The runs of consecutive tokens in each block are stored, too.
     """

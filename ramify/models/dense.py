@@ -240,7 +240,7 @@ class DenseModel(nn.Module):
         return cast(Tensor, self.lm_head(h_ND)).float()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load the model's parameters as any PyTorch module does.
+        """Load the model's parameters from a state dict, as any PyTorch module does.
 
         The output matrix may be missing if it shares the weights of the embedding, as in Hugging
         Face's files.

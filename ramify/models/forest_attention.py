@@ -56,7 +56,7 @@ Kernel = AttentionBlockKernel | CudaFlashKernel | PlainVarlenKernel | Literal["t
 
 
 class DescendantAttentionBlock(NamedTuple):
-    """An attention block without a mask, in which tokens attend to a segment above them.
+    """An attention block without a mask, in which tokens attend to an ancestor segment.
 
     All tokens in the descendants of a tree segment attend to all keys of that segment.
     """
@@ -143,7 +143,7 @@ class ForestAttentionPlan(NamedTuple):
 
 
 class LayerRowSelection(NamedTuple):
-    """The rows of one layer's output that are needed."""
+    """A selection of the rows of one layer's output that later computation needs."""
 
     layer: int
     rows: Tensor
@@ -496,7 +496,7 @@ def _to_varlen_ranges(lengths: list[int], device: torch.device) -> VarlenRanges:
 
 
 def _merge_attention(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merge attention over additional keys into an attention output, in place.
+    """Merge the attention over additional keys into an existing attention output, in place.
 
     Both are weighted by their log-sum-exp. Outputs are [1, heads, queries, head size], and
     log-sum-exps [1, heads, queries].

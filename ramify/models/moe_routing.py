@@ -86,7 +86,7 @@ class ExpertRoutingCounts(NamedTuple):
 
 
 class ExpertLoad(NamedTuple):
-    """Expert counts of a training step, or of a part of it.
+    """Counts of how often each expert was chosen in a training step, or in a part of it.
 
     Metrics of the expert load are computed from them.
     """
@@ -267,7 +267,7 @@ class MoeRouters:
         self._weight_T = self._row_R = self._counts = self._pull_E = self._given_LTk = None
 
     def _weight(self) -> Tensor:
-        """Return the weight of the token in each row that a router processes.
+        """Return the token weight of each row that a router processes.
 
         Padding has the weight zero.
         """
@@ -418,7 +418,7 @@ class RouterLoadBalancingLoss:
 
     @contextmanager
     def batch_pass(self, batch: Batch, device: torch.device) -> Iterator[None]:
-        """Count and replay the expert choices of a batch's passes, within a ``with`` block.
+        """Make the routers count and replay a batch's expert choices, within a ``with`` block.
 
         Within it, the routers count the batch's tokens, and use the experts that an engine reported
         for them, if any.

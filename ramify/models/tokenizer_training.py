@@ -40,7 +40,7 @@ _NUM_BYTES = 256
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int = 512, *, is_exact: bool = True
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with ``vocab_size`` tokens on some texts.
+    """Train a byte-level BPE tokenizer with ``vocab_size`` tokens on the given strings.
 
     It has 4 special tokens, 256 bytes, and the most frequent merges of the texts. The same texts
     always give the same tokenizer. If they contain fewer merges than needed, ConfigError is raised,

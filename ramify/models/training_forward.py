@@ -55,7 +55,7 @@ Logits = Callable[[Tensor], Tensor]
 
 
 class ModelWithoutLoss(Protocol):
-    """A language model as the trainer uses it, without the loss.
+    """Interface of a language model for the trainer, without the loss.
 
     It computes hidden states and logits for packed batches.
     """

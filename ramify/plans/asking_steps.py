@@ -152,7 +152,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
 
 
 class FilterByPartStart(AskingStep, frozen=True, tag="peek"):
-    """A step that limits later filters to the beginning of each part of the text."""
+    """A step that makes later filters read only the beginning of each part of the text."""
 
     tokens: int = 500
 

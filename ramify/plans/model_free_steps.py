@@ -61,7 +61,7 @@ class ModelFreeStep(PlanStep, frozen=True):
         raise NotImplementedError
 
     def output_bounds(self, shape: PlanValueBounds, given: PlanValueType) -> PlanValueBounds:
-        """Return size bounds on this step's result if its input depends on model replies.
+        """Return size bounds on this step's result for an input that depends on model replies.
 
         ``shape`` gives the bounds of the input, and ``given`` its type.
         """
@@ -87,7 +87,7 @@ class ModelFreeStep(PlanStep, frozen=True):
 
 
 class ConcatListsStep(ModelFreeStep, frozen=True, tag="concat"):
-    """A step that joins a list of lists into one list, or a list of texts or parts into one text.
+    """A step that joins a list of lists into one list, or strings or text parts into one string.
 
     >>> plans.ConcatListsStep().apply([["a"], ["b", "c"]])
     ['a', 'b', 'c']

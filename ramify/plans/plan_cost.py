@@ -68,7 +68,7 @@ def look_up_model(model: Any, limits: Limits | None = None) -> ModelCostProfile:
 
 
 class CallBound(msgspec.Struct, frozen=True):
-    """An upper bound on the number, tokens and cost of some model calls."""
+    """Upper bounds for a set of model calls: their number, their tokens and their cost."""
 
     calls: int
     input_tokens: int

@@ -26,11 +26,11 @@ LEAF_FAILED = object()
 
 
 class PlanStopped(Exception):
-    """Raised if a step needs model calls after a limit of the run has been reached."""
+    """Raised if a step of a plan needs model calls after the run has reached one of its limits."""
 
 
 class PlanLeafRunner:
-    """The object through which the steps of a running plan ask a model bounded questions (leaves).
+    """The runner through which the steps of a plan ask a model their bounded questions (leaves).
 
     Failures are collected.
     """
@@ -92,7 +92,7 @@ class PlanLeafRunner:
 
 
 def _describe_call(leaf: Leaf, item: Any) -> str:
-    """Return a short description of what a plan's model call is about, for the run's record."""
+    """Return a short description of one model call of a plan, for the run's record."""
     if isinstance(item, ContextPart):
         return f"{leaf.label}: {item.place}"
     if isinstance(item, list):

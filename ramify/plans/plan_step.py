@@ -22,11 +22,11 @@ class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     @property
     def title(self) -> str:
-        """Return the name of the step in diagrams of a plan."""
+        """Return the step's name as shown in diagrams of the plan."""
         return str(self.__struct_config__.tag)
 
     def shown(self) -> str:
-        """Return the step's text in diagrams of a plan: its name and options."""
+        """Return the step's name and options as shown in diagrams of the plan."""
         return self.title
 
     def infer_output_type(self, given: PlanValueType) -> PlanValueType:

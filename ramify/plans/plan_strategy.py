@@ -83,7 +83,7 @@ async def answer_with_plan(
 
 
 def _outcome(value: Any, flow: PlanLeafRunner) -> CallOutcome:
-    """Convert the result of a plan to the outcome of its run.
+    """Convert the value that a plan has computed to the outcome of its run.
 
     If some model calls failed, an error says what the answer does not cover.
     """

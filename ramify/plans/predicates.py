@@ -1,4 +1,4 @@
-"""Predicates by which a plan's ``filter`` step keeps items without a model call.
+"""Predicates with which a plan's ``filter`` step selects items without a model call.
 
 They are a regular expression, a BM25 ranking and a comparison of fields.
 
@@ -70,7 +70,8 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return BOOLEAN
 
     def keep_mask(self, items: Sequence[Any]) -> list[bool]:
-        """Return a mask of the items, which is True for each item that the predicate keeps."""
+        """Return a mask with one boolean per item: True if the regular expression matches the
+        item."""
         pattern = self._compile_regex()
         texts = (_text(field_value(item, self.field)) for item in items)
         return [isinstance(text, str) and pattern.search(text) is not None for text in texts]
@@ -113,7 +114,8 @@ class Relevance(
         return BOOLEAN
 
     def mask_top_matches(self, items: Sequence[Any], question: str) -> list[bool]:
-        """Return a mask of the items, which is True for those that match the query best.
+        """Return a mask with one boolean per item: True for the ``top`` items that best match the
+        query.
 
         The ranking is by BM25. Blocks while the search index is built. Raises ConfigError if the
         package ``tantivy`` is missing.
@@ -190,7 +192,8 @@ class Comparison(
         return BOOLEAN
 
     def keep_mask(self, items: Sequence[Any]) -> list[bool]:
-        """Return one boolean for each item, which is True if the predicate keeps the item."""
+        """Return a mask with one boolean per item: True if the item's field satisfies the
+        comparison."""
         return [self._is_kept(field_value(item, self.field)) for item in items]
 
     def _is_kept(self, value: Any) -> bool:

@@ -159,7 +159,7 @@ def pairwise(
 
 
 def summarise(part_tokens: int = _PART_TOKENS, by: By = "sentences", *, cut: bool = True) -> Plan:
-    """Return a plan that summarises the whole context with respect to the question.
+    """Return a plan that summarises what the whole context says about the question.
 
     >>> print([step.title for step in plans.summarise().steps])
     ['split', 'map summarise', 'reduce merge']
@@ -186,7 +186,7 @@ def multi_hop(
     overlap: int = 100,
     cut: bool = False,
 ) -> Plan:
-    """Return a plan for questions whose facts are in several places.
+    """Return a plan for questions whose answer combines facts from several places in the context.
 
     A model looks at the beginning of each part and picks the relevant parts. It extracts facts from
     these, and combines the facts into an answer.
@@ -366,7 +366,7 @@ def _merged_tokens(part_tokens: int) -> int:
 
 
 def _labelling_leaf(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
-    """Return the leaf, or bounded question, that asks a model for the label of each record.
+    """Return the leaf (bounded question) that asks a model to label each record.
 
     The model uses the given labels, or its own words if there are none.
     """

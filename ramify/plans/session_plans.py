@@ -109,7 +109,7 @@ class SessionPlansTool:
         return _module_source()
 
     def strategy(self, name: Any, value: Any, options: Any, question: Any) -> SessionPlanCall:
-        """Return a strategy that runs the plan for one call of a ``ramify_plans`` function.
+        """Return the strategy that runs the plan behind one ``ramify_plans`` call from a session.
 
         Raises ConfigError if the function does not exist or its options are invalid.
         """
@@ -144,7 +144,7 @@ class SessionPlanCall:
         self._options = options
 
     async def __call__(self, calls: LeafModelCaller) -> CallOutcome:
-        """Run the plan for this call and return its outcome.
+        """Run the plan that code in the session has called, and return the outcome of the call.
 
         The answer has the form that the session decodes. Raises ConfigError before any model call
         if the plan cannot read the value or may exceed the budget.
@@ -251,7 +251,7 @@ def _fields(part: ContextPart) -> list[str]:
 
 
 def _kept_indices(value: Any, kept: Sequence[Any]) -> list[int]:
-    """Return the positions in the original list of the items that a filter step has kept.
+    """Return the indices, in the unfiltered list, of the items that a filter step has kept.
 
     Items are compared by identity, and must be in their original order.
     """

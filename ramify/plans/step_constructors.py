@@ -125,7 +125,7 @@ def cross(
     *,
     ordered: bool = False,
 ) -> Plan:
-    """Form all pairs of different values of a field.
+    """Form all pairs of two distinct values of a field.
 
     The first value is from an item that meets the condition ``left``, and the second from an item
     that meets the condition ``right``.
@@ -191,7 +191,7 @@ def top(k: int, by: str = "") -> Plan:
 
 
 def distinct(field: str = "") -> Plan:
-    """Take the distinct values of a field.
+    """Collect the distinct values that a field has across all items.
 
     >>> plans.distinct().steps[0].apply(["b", "a", "b"])
     ['a', 'b']
@@ -209,7 +209,7 @@ def combine(how: Literal["union", "intersection", "difference"]) -> Plan:
 
 
 def join(on: str) -> Plan:
-    """Join the two lists of records that ``both`` returns on a common field.
+    """Join the two lists of records that ``both`` returns by their common field ``on``.
 
     >>> plans.join("id").steps[0].apply(([{"id": 1, "a": 2}], [{"id": 1, "b": 3}]))
     [{'id': 1, 'a': 2, 'b': 3}]

@@ -173,7 +173,7 @@ def split_texts_into_parts(
 
 
 def _split_items(texts: list[tuple[str, str]], rule: ContextSplitRule) -> list[ContextPart]:
-    """Group the texts of a list or dict into parts without cutting any of them.
+    """Group the strings of a list or dict into parts, and keep each string whole.
 
     Each text counts as one record, even if it is blank.
     """
@@ -223,7 +223,7 @@ def shortened(text: str, most: int) -> str:
 
 
 class _Units:
-    """The lines, sentences or other units into which one text can be cut."""
+    """The lines, sentences or other units at whose boundaries one text can be cut."""
 
     def __init__(self, text: str, rule: ContextSplitRule) -> None:
         self.text = text
@@ -254,8 +254,7 @@ class _Units:
         return self.bytes[unit] + num_bytes(self.text[start:at])
 
     def last_fitting(self, at: int, room: int, max_records: int | None) -> int:
-        """Return the last index at which a part that begins at ``at`` can end within its size
-        limits.
+        """Return the furthest index at which a part that begins at ``at`` can end.
 
         The part has at most ``room`` bytes and ``max_records`` records. The part ends at a unit
         boundary. Returns ``at`` if not even one unit fits.
@@ -270,7 +269,7 @@ class _Units:
         return max(at, self.ends[most - 1] if most else 0)
 
     def lead(self, at: int, most: int) -> int:
-        """Return the index at which a part must begin in order to repeat the end of the previous
+        """Return the index at which a part must begin so that it repeats the end of the previous
         part.
 
         The previous part ends at index ``at``. It is the first unit boundary for which the overlap

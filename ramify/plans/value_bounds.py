@@ -1,4 +1,4 @@
-"""Bounds the values of a plan, and thus its model calls, before any model is called.
+"""Computes upper bounds on a plan's values and model calls before any model is called.
 
 The bounds give the number and size of the model calls. The cost of a plan is estimated from these
 bounds.
@@ -58,7 +58,7 @@ class PlanValueBounds(msgspec.Struct, frozen=True):
         return self.total_bytes + self.num * BETWEEN_BYTES
 
     def limit_items(self, num: int) -> PlanValueBounds:
-        """Return these bounds for a list cut down to at most ``num`` items.
+        """Return the bounds of the list that remains if a step keeps at most ``num`` of its items.
 
         Which ones it keeps is not known yet.
         """
@@ -91,7 +91,7 @@ def known_value_bounds(value: Any) -> PlanValueBounds:
 def reply_bounds(
     num: int, item_bytes: int, total_bytes: int | None = None, **fields: Any
 ) -> PlanValueBounds:
-    """Return the size bounds of a value that will be computed from model replies.
+    """Return the size bounds of a value that model replies will produce.
 
     It has at most ``num`` items of at most ``item_bytes`` bytes each.
     """
@@ -153,7 +153,7 @@ class PlannedModelCalls:
         inputs: Iterable[int],
         outputs: Iterable[int],
     ) -> None:
-        """Add the model calls of a step whose prompts are known.
+        """Add the model calls of a plan step whose prompts are already known.
 
         ``inputs`` and ``outputs`` are maximum token counts of each call's prompt and reply.
         """
@@ -174,7 +174,7 @@ class PlannedModelCalls:
     def add_bounded(
         self, name: str, leaf: Leaf, waves: Sequence[int], is_exact: bool, total: int, largest: int
     ) -> None:
-        """Add the model calls of a step whose prompts are not known yet.
+        """Add the model calls of a plan step for whose prompts only the maximum sizes are known.
 
         ``total`` is the maximum number of bytes that all calls read together, and ``largest`` the
         maximum that one call reads.
@@ -195,16 +195,15 @@ class PlannedModelCalls:
         )
 
     def max_prompt_tokens(self, leaf: Leaf) -> int:
-        """Return an upper bound on the prompt tokens of a model call, not counting the value it is
-        about.
+        """Return an upper bound on the tokens of a leaf's prompt when the value to read is empty.
 
         A leaf is one kind of model call in a plan.
         """
         return self.max_request_tokens(leaf, "")
 
     def max_request_tokens(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
-        """Return an upper bound on the prompt tokens of a model call, including the value it is
-        about."""
+        """Return an upper bound on the tokens of the prompt that asks a leaf's question about
+        ``given``."""
         text = leaf.request_text(self.question, given, is_preview=is_preview)
         kind = leaf.answer_kind(given)
         schema = kind.enforceable_schema if kind else None
@@ -213,7 +212,7 @@ class PlannedModelCalls:
     def add_call_per_item(
         self, name: str, leaf: Leaf, shape: PlanValueBounds, *, is_preview: bool = False
     ) -> None:
-        """Add one model call for each item of a list.
+        """Add the model calls of a plan step that asks about each item of a list.
 
         ``shape`` holds the bounds on the list's length and size.
         """

@@ -207,7 +207,7 @@ class SharedContextValue:
         return context
 
     def resolve_text_references(self, value: Any) -> Any:
-        """Replace each reference in a session's value with the file-backed text that it refers to.
+        """Replace each text reference in a session's value with the file-backed text it refers to.
 
         Raises LookupError if a referenced text is not in this context.
         """
@@ -297,8 +297,7 @@ def is_file_backed(value: Any) -> bool:
 
 
 def _mapped_texts(value: Any) -> dict[str, FileBackedText]:
-    """Return the file-backed texts in a context as a dict whose keys are the digests of their
-    files."""
+    """Return the file-backed texts in a context, keyed by the digests of their files."""
     if isinstance(value, FileBackedText):
         return {value.file.digest: value}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -598,7 +597,7 @@ class Session(Protocol):
         ...
 
     async def fork(self) -> Session:
-        """Fork the session into two sessions that continue from the same state.
+        """Fork the session, so that two sessions continue independently of each other.
 
         Return a second session that continues from the same state and shares no mutable state with
         this one.
@@ -741,8 +740,7 @@ def expect_module(sandbox: Sandbox, module: str, source: str) -> None:
 
 
 def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
-    """Return a sandbox's warning about its isolation, or None if ``allow_weaker`` accepts its
-    provider.
+    """Return a sandbox's isolation warning, or None if the configuration accepts weaker isolation.
 
     A warning of the jail is always returned, because ``allow_weaker`` accepts any tier and the
     warning says which one is in use.

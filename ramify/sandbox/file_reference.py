@@ -31,7 +31,7 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))
 
 
 class TextBlockOffsets(msgspec.Struct, frozen=True):
-    """A text file's encoding, and counts of the characters and lines before each block.
+    """A text file's encoding, and its character and line counts up to the start of each block.
 
     All are found in one pass over the file.
     """
@@ -57,7 +57,7 @@ class FileReferenceReader:
     __slots__ = ("reference", "start")
 
     def __init__(self, reference: FileReference, start: int = 0) -> None:
-        """Create a reader for the file.
+        """Create a reader for the file that ``reference`` describes.
 
         ``start`` is the byte offset of the text: 0, or the length of the byte order mark.
         """
@@ -84,7 +84,7 @@ class FileReferenceReader:
         os.close(self.open_unchanged())
 
     def open_unchanged(self) -> int:
-        """Open the file and return its descriptor.
+        """Open the file after checking that it is unchanged, and return its descriptor.
 
         Raises SourceError if the file is missing or has changed since it was first read.
         """
@@ -203,7 +203,7 @@ def _read(fd: int, at: int, num_bytes: int) -> bytes:
 
 
 def _may_be_same(reference: FileReference, now: os.stat_result) -> bool:
-    """Return True if the size and modification time of a file suggest that its known part is
+    """Return True if a file's size and modification time suggest that its recorded data is
     unchanged.
 
     A longer file counts as the same, because data may only have been appended.

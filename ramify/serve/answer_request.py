@@ -86,7 +86,7 @@ class RunLimitOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     max_reasoning_tokens: int | None = None
 
     def apply_to_limits(self, limits: Limits, most_cost: float | None) -> Limits:
-        """Return the limits of the run: the server's limits, lowered as this request asks.
+        """Return the run's limits: those of the server, lowered where this request asks for it.
 
         ``most_cost``: the server's maximum cost of a run in dollars. Raises RequestRejected for a
         limit above the server's.
@@ -183,7 +183,8 @@ class AnswerRequest(msgspec.Struct, frozen=True):
             )
 
     def merged_sampling(self, server: Sampling) -> Sampling:
-        """Return the run's sampling settings: those of the request, or else those of the server."""
+        """Return the run's sampling settings, in which the request's values override the
+        server's."""
         fields = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
         return msgspec.structs.replace(
             server, **{name: value for name, value in fields.items() if value is not None}
@@ -212,7 +213,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 def response_format_schema(
     format: Any, where: str, *, nested: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """Return the JSON schema of a response format, and its path in the request.
+    """Return the JSON schema in a request's response format, and the schema's path in the request.
 
     The path is for error messages. The schema is None for a text response.
 
@@ -342,7 +343,7 @@ class RunProgressFormatter:
         """Session -> the reply that it is receiving."""
 
     def text_of(self, event: AnyEvent) -> str:
-        """Return the progress text that shows an event of the run to the client.
+        """Return the text that shows the client one event of the run.
 
         It ends with a newline, or is empty if the event shows no progress.
         """
@@ -409,7 +410,7 @@ class RunProgressFormatter:
 
 
 class _ArrivedReply:
-    """A formatter for one reply of the root session that is still arriving."""
+    """A formatter for a reply that the root session is still receiving."""
 
     def __init__(self) -> None:
         self.is_shown = False
@@ -438,7 +439,7 @@ def _to_one_line(text: str) -> str:
 
 
 class ProgressTextCollector:
-    """A collector of the progress of one request's run as text for the client.
+    """Collects the progress of a request's run as text that can be sent to the client.
 
     Pass ``add_event`` to the run as its event listener, then pass the run to ``begin``.
     """

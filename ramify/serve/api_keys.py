@@ -72,7 +72,7 @@ class ApiKeyUsage(msgspec.Struct):
 
 
 class BudgetHold(msgspec.Struct, frozen=True):
-    """The part of an API key's budget that is reserved for one run until it is charged."""
+    """The part of an API key's budget that is reserved for one run until the run is charged."""
 
     cost: float
     tokens: int
@@ -187,7 +187,7 @@ class ServerApiKeys:
     """
 
     def __init__(self, keys: Mapping[str, ApiKey], path: Path | None = None) -> None:
-        """Create the set of keys, and load what they have spent so far from a file.
+        """Create the set of keys, and load their previous spending from a file.
 
         If there are no keys, all clients share one caller without limits.
 

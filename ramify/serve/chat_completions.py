@@ -99,7 +99,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def parse_request(body: bytes) -> AnswerRequest:
-    """Read the body of a chat completions request.
+    """Parse the body of a chat completions request.
 
     Raises RequestRejected, with the name of the invalid field.
     """
@@ -171,7 +171,7 @@ def response_body(
 
 
 class ChatStreamEncoder:
-    """The events of one streamed chat completion, in the format of OpenAI's API.
+    """Encodes one streamed chat completion as events in the format of OpenAI's API.
 
     Call ``begin`` once, ``encode_progress`` any number of times, then ``encode_answer`` or
     ``fail``.

@@ -55,7 +55,7 @@ class ToolCallAnswer(msgspec.Struct, frozen=True):
 
 
 class AnswerOrToolCallSchema(AnswerSchema, frozen=True):
-    """An answer type that also allows calls to the client's functions instead of an answer.
+    """An answer type that lets the model call the client's functions instead of answering.
 
     The answer may be text or a value of the response format.
     """
@@ -124,7 +124,7 @@ def tool_call_answer_type(
     schema: dict[str, Any] | None,
     schema_field: str,
 ) -> AnswerOrToolCallSchema | None:
-    """Return an answer type that lets the model call the functions in a client's request.
+    """Return an answer type that lets the model call the functions that the client offers.
 
     Returns None if the answer may call none of them.
 

@@ -50,7 +50,7 @@ class QuestionAndContext(msgspec.Struct, frozen=True):
 
 
 class _MovedPiece(msgspec.Struct):
-    """A piece of a chat message, such as a file, that was moved into the context of the run."""
+    """A piece of a chat message, such as a file, that was moved to the run's context."""
 
     names: list[str]
     """Keys of the piece in the context."""

@@ -65,7 +65,7 @@ def add_feedback_route(app: web.Application, recorder: ConversationRecorder | No
 
 
 def _read(body: bytes) -> _Feedback:
-    """Read the body of a feedback request.
+    """Read and check the body of a feedback request.
 
     Raises RequestRejected if it is invalid.
     """

@@ -130,8 +130,7 @@ class MeteredRequest:
         raise self._refuse_over_budget(reservation.amount)
 
     def _longest_reply(self) -> int:
-        """Return the maximum length of the reply in tokens, before the caller's budget is
-        considered.
+        """Return the maximum number of reply tokens, before the caller's budget is considered.
 
         A caller's limit as large as the model's context window counts as no limit.
         """
@@ -209,7 +208,7 @@ class MeteredRequest:
 
 
 def _with_limit(request: Request, max_tokens: int) -> Request:
-    """Return a copy of the request that limits the reply to ``max_tokens`` tokens.
+    """Return a copy of the request whose reply may have at most ``max_tokens`` tokens.
 
     It asks for log-probabilities only if the caller wants the likeliest tokens, because many models
     refuse to report them.

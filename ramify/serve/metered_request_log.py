@@ -28,7 +28,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class LoggedMessage(msgspec.Struct, frozen=True, tag="message"):
-    """A log line that stores a message the first time it appears."""
+    """A log line that stores a message the first time a request contains it."""
 
     id: str
     message: Message
@@ -90,7 +90,7 @@ class MeterLogWriter:
         seconds: float,
         error: str,
     ) -> None:
-        """Write one request to the log.
+        """Append one request and its outcome to the proxy's log.
 
         ``asked`` is the request as the caller sent it. ``sent`` is the request that the model got,
         or None if nothing was sent.

@@ -135,7 +135,7 @@ class MeteringProxy:
 
     @property
     def upstream_client(self) -> Client:
-        """The client through which the proxy calls its model.
+        """The client through which the proxy calls the model that it meters.
 
         It exists once the proxy has started.
         """
@@ -326,8 +326,7 @@ class _SeatKeys(AcceptedApiKeys):
 
 
 class MeteredModel:
-    """The model of the proxy as one caller sees it: each request is charged to the caller's
-    account.
+    """The proxy's model as seen by one caller, to whose account each request is charged.
 
     Each object acts for one caller's account ("seat").
     """
@@ -390,7 +389,7 @@ class MeteredModel:
 
 
 def _with_seeds(request: Request, num_replies: int) -> list[Request]:
-    """Return one copy of the request for each of ``num_replies`` replies.
+    """Return ``num_replies`` copies of the request, each of which asks for one reply.
 
     If the request has a seed, the request for reply number i has ``seed + i``.
     """
@@ -404,7 +403,7 @@ def _with_seeds(request: Request, num_replies: int) -> list[Request]:
 
 
 def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
-    """Return the replies, and charge the prompt tokens of all of them to the first reply."""
+    """Return the replies after moving the prompt tokens of all of them to the first one's usage."""
     usages = [reply.usage for reply in replies]
     first = msgspec.structs.replace(
         usages[0],
@@ -415,7 +414,7 @@ def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
 
 
 def _seat_report(seat: MeteredModelAccess) -> dict[str, Any]:
-    """Return a report on one caller's account: what has been used and what the budget is.
+    """Return a report on one caller's account: its usage so far and its budget.
 
     An account is also called a "seat".
     """

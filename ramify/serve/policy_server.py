@@ -255,7 +255,7 @@ class PolicyRequestHandler:
     """
 
     def __init__(self, client: LocalClient, name: str, progress: _RepliesInProgress) -> None:
-        """Create an answerer that samples its replies through ``client``.
+        """Create a handler that samples its replies through ``client``.
 
         The client gives access to the policy. ``progress`` counts the replies in progress. The
         caller has already counted one reply for each request, so only further ones are counted
@@ -406,7 +406,7 @@ async def _merge_streams(
 
 
 class _KnownPaths:
-    """A cache of the token ids of recent conversations, up to a few thousand.
+    """A cache of the token ids of recent conversations, which keeps up to a few thousand entries.
 
     Each entry holds the prompt and sampled tokens of a conversation up to one reply.
     """
@@ -438,7 +438,7 @@ class _KnownPaths:
 def _prefix_digests(
     tools: Sequence[Tool], messages: Sequence[Message]
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the length and the digest of each conversation prefix that ends with a model reply.
+    """Yield the length and the digest of each prefix of the messages that ends with a model reply.
 
     The length is a number of messages.
     """

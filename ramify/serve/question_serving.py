@@ -159,7 +159,7 @@ def _cut_answer(text: str, request: AnswerRequest) -> tuple[str, bool]:
 
 
 class ServedQuestion:
-    """A question that the server is answering, together with the budget reserved for its run."""
+    """A question that the server is answering, and the budget reserved for its run."""
 
     def __init__(self, request: AnswerRequest, hold: BudgetHold) -> None:
         self.request = request

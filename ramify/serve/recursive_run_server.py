@@ -271,7 +271,7 @@ class RecursiveRunServer:
         return handle
 
     async def _record(self, id: str, question: ServedQuestion) -> None:
-        """Store the run of an answered question as recorded traffic, unless the client forbids it.
+        """Store the run that answered a question as recorded traffic, unless the client forbids it.
 
         The last part of its answer is sent only afterwards.
         """

@@ -37,7 +37,7 @@ _PHONE_DIGITS = range(8, 16)
 
 
 class RedactedSpan(NamedTuple):
-    """A range of characters that must be redacted in a string."""
+    """A range of characters in a string that must be redacted."""
 
     start: int
     end: int
@@ -77,7 +77,7 @@ class RedactionRules:
         return self._redact_text(text, set())
 
     def redact_message(self, message: Message, removed: set[str]) -> Message:
-        """Redact the texts of a message.
+        """Redact personal data and keys in the strings of a message.
 
         Each redacted span is replaced with a placeholder, and its text is added to the set
         ``removed``.
@@ -176,7 +176,7 @@ busy.
 
 
 class _PrefixLengths:
-    """A converter from a number of characters to a number of leading tokens of the same text.
+    """A converter from character counts to token counts for the prefixes of one text.
 
     Only the prefixes that are needed are decoded.
     """

@@ -96,7 +96,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def parse_request(body: bytes) -> AnswerRequest:
-    """Read the body of a responses API request.
+    """Parse the body of a request to the responses API.
 
     Raises RequestRejected, with the name of the invalid field.
     """
@@ -153,7 +153,7 @@ def response_body(
 
 
 class ResponsesStreamEncoder:
-    """The events of one streamed response in the format of the responses API.
+    """Encodes one streamed response as events in the format of the responses API.
 
     Their sequence numbers have no gaps.
 
@@ -267,7 +267,7 @@ class ResponsesStreamEncoder:
 
 
 class _Head:
-    """A builder of the JSON bodies that describe one response, from its start to its completion.
+    """Builds the JSON bodies that describe one response from its start to its completion.
 
     All have the same id, model and settings.
     """

@@ -90,7 +90,8 @@ _log = ComponentLogger("serve")
 
 
 class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of a policy that the recorder needs to store its conversations."""
+    """The properties of a policy that the recorder needs in order to store conversations with
+    it."""
 
     identity: TokenizerAndArchitecture
     decode: Callable[[Sequence[int]], str]
@@ -216,7 +217,7 @@ class ConversationRecorder:
                 _log.error("traffic_lost", f"a reply could not be recorded: {error}", shown=True)
 
     async def record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
-        """Record a run with which ``ramify serve`` has answered a question.
+        """Record a run that ``ramify serve`` has used to answer a question.
 
         ``id`` is the id of the response with the run's answer. A failure is logged, and nothing is
         raised.
@@ -262,7 +263,7 @@ class ConversationRecorder:
         self._look_at_size()
 
     def _record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
-        """Store a redacted copy of a run, but not the contexts that its calls received."""
+        """Store a redacted copy of a run, without the contexts that its calls received."""
         conversation = _Conversation(
             self.store.new_id("run"), self._redaction.redact_text(run.question)
         )
@@ -324,7 +325,7 @@ class ConversationRecorder:
         yield CallEnded(id=call.id, stop=call.stop or Stop.FINAL, answer=answer)
 
     def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
-        """Append a reply to the journal of its conversation, or start a new conversation with it.
+        """Append a reply to its recorded conversation, or start a new conversation with it.
 
         For a further reply to the same request, ``first`` is the turn of the first reply.
         """
@@ -387,7 +388,7 @@ class ConversationRecorder:
         return place
 
     def _continued_turn(self, request: Request, reply: Reply) -> _RecordedTurn | None:
-        """Return the recorded turn that a request continues, or None if there is no such turn.
+        """Return the recorded turn that a request continues, or None if it continues none.
 
         The request's prompt begins with the token ids of that turn.
         """
@@ -588,7 +589,7 @@ def _blank_flagged(values: Sequence[T], flags: Sequence[bool], blank: T) -> tupl
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """Return the first message of the user, shortened, for use as the question of the recorded run.
+    """Return the first user message, shortened, as the question of the recorded run.
 
     Listings show it as the question.
     """

@@ -42,7 +42,7 @@ class UnfinishedRunMarkers:
                 (self._folder / run).unlink(missing_ok=True)
 
     def resumable_runs(self) -> list[str]:
-        """Return the ids of the runs that a stopped server left unfinished and that can be resumed.
+        """Return the ids of the resumable runs that a stopped server left unfinished.
 
         The oldest comes first. Marks of finished runs are removed.
         """

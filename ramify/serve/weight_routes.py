@@ -106,7 +106,7 @@ class EngineSleepState:
         return not self._asleep and not self._client.missing
 
     def notify_waiters(self) -> None:
-        """Let the waiting requests continue if the engine can now serve them."""
+        """Wake the waiting requests if the engine can now serve them."""
         if self.can_serve_requests:
             self._ready.set()
 

@@ -1,4 +1,4 @@
-"""Read archives.
+"""Reads the files inside zip archives, tar archives and compressed files.
 
 Each readable file in an archive becomes a text named ``archive.zip/member``. The formats are zip,
 tar (plain, gzip, bzip2, xz or zstd) and single compressed files. ``seven_zip.py`` reads 7z
@@ -50,7 +50,7 @@ _MARKUP = (".xml", ".xhtml", ".html", ".htm", ".rels", ".vml")
 
 
 def member_name(archive: str, member: str) -> str:
-    """Return the safe name under which a file from an archive appears in the context.
+    """Return the safe name that a file from an archive gets in the context.
 
     Parts such as ``..`` are removed. For example, ``/../etc/x`` in ``a.zip`` becomes
     ``a.zip/etc/x``.
@@ -86,8 +86,7 @@ def check_ratio(num_bytes: int, packed_bytes: int) -> None:
 
 
 def check_parts(file: InputFile, what: str, loading: SourceCollector) -> list[str]:
-    """Return the names of the files inside a zip-based document, after checking their declared
-    sizes.
+    """Check the declared sizes of the files in a zip-based document, and return their names.
 
     Parts that are unpacked as text count towards the limit. A part is never unpacked beyond its
     declared size.

@@ -53,7 +53,7 @@ class OpenBucketFile:
 
 
 def list_bucket(url: str) -> list[RemoteFileEntry]:
-    """Return the files that a URL names.
+    """List the files in a cloud bucket that a URL names.
 
     The URL may contain a wildcard pattern. Raises UnreadableSourceError if the bucket cannot be
     listed.
@@ -91,7 +91,7 @@ def list_bucket(url: str) -> list[RemoteFileEntry]:
 
 
 def open_file(url: str, version: str) -> OpenBucketFile:
-    """Open one file for reading.
+    """Open one file in a cloud bucket for reading.
 
     ``version`` identifies a copy that is already on this machine, or is empty. Raises
     UnreadableSourceError if the file cannot be opened.

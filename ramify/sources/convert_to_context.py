@@ -45,7 +45,7 @@ converted to Arrow's large types."""
 
 
 def as_context(value: Any) -> Any:
-    """Convert a value to a form that a session can hold.
+    """Convert a value to a form that a sandboxed session can hold as its context.
 
     A suitable value is returned unchanged, a path is loaded with ``load``, and any other value is
     converted. Raises ConfigError for an unsupported value, and SourceError for an unreadable path.
@@ -65,8 +65,7 @@ def as_context(value: Any) -> Any:
 
 
 def needs_io(value: Any) -> bool:
-    """Return True if ``as_context`` must read from disk or wait for a stream to convert the
-    value."""
+    """Return True if ``as_context`` must read from disk or from a stream to convert the value."""
     return _is_path(value) or _are_paths(value) or _is_file(value)
 
 
@@ -487,7 +486,7 @@ def _cast_to(type_: Any) -> Any:
 
 
 def _view(buffer: Any) -> memoryview | None:
-    """Return a view of a pyarrow buffer's bytes, or None if the array has no such buffer."""
+    """Return a pyarrow buffer's bytes as a memoryview, or None for None."""
     if buffer is None:
         return None
     return memoryview(buffer).cast("B") if buffer.size else memoryview(b"")

@@ -1,4 +1,4 @@
-"""Databases on PostgreSQL and MySQL servers as sources.
+"""Loads databases on PostgreSQL and MySQL servers as sources.
 
 A URL names the database. The context gets its schema with sample rows, and sessions get
 ``sql(query, db=…)`` in the server's dialect.
@@ -91,7 +91,7 @@ def add_database_description(url: str, loading: SourceCollector) -> None:
 def query_server(
     address: DatabaseAddress, query: str, params: Any = (), limit_s: float = QUERY_S
 ) -> list[tuple[Any, ...]]:
-    """Run a query in a read-only transaction and return its rows.
+    """Run a query on a database server in a read-only transaction, and return its rows.
 
     Raises ValueError, PermissionError or TimeoutError. The messages do not contain the password.
     """
@@ -142,7 +142,7 @@ def _short_repr(value: Any) -> str:
 
 
 def serve() -> None:
-    """Answer queries from standard input until it is closed.
+    """Answer database queries from standard input until it is closed.
 
     This is the main function of the child process.
     """
@@ -272,7 +272,7 @@ def _limit_time(cursor: Any, limit_s: float) -> None:
 
 
 def _read_only_query(asked: DatabaseQueryRequest) -> str:
-    """Return the text of a query, after checking that it only reads data.
+    """Return the text of a database query, after checking that it only reads data.
 
     Raises PermissionError otherwise. A read-only transaction alone is not enough, since it permits
     COPY and INTO OUTFILE, which write files on the server.

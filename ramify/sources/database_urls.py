@@ -53,7 +53,7 @@ def is_database_url(name: str) -> bool:
 
 
 def without_password(name: str) -> str:
-    """Return the name of a source without passwords, so that it is safe to record.
+    """Return the name of a source with passwords removed, so that it is safe to record.
 
     In the URL of a database server, the password and all unsupported options are removed.
     """

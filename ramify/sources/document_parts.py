@@ -60,7 +60,7 @@ def assemble(
 
 
 def place_at_line(places: Sequence[DocumentPartLocation], line: int) -> str:
-    """Return the name of the page, slide or heading that contains a line of a document.
+    """Return the name of the page, slide or heading to which a line of a document belongs.
 
     Returns an empty string if the line comes before the first one.
     """

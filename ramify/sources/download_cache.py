@@ -51,7 +51,7 @@ class _Entry(msgspec.Struct):
 
 
 class DownloadCache:
-    """The cached copies of remote files below one folder.
+    """A folder in which copies of remote files are cached.
 
     Raises SourceError if the folder cannot be written.
     """
@@ -82,7 +82,8 @@ class DownloadCache:
 
     @contextlib.contextmanager
     def open_for_writing(self, url: str) -> Iterator[tuple[Path, BinaryIO]]:
-        """Return a context manager that creates a cache file for the bytes of a download.
+        """Create a cache file for a download, and open it for writing until the ``with`` block
+        ends.
 
         Calling ``keep`` makes it the copy of ``url``. If an error is raised, the file is removed.
         """

@@ -110,7 +110,7 @@ def describe_tables(
 
 
 def serve() -> None:
-    """Answer queries from standard input until it is closed.
+    """Answer queries over tables from standard input until it is closed.
 
     This is the main function of the child process.
     """
@@ -130,7 +130,7 @@ def serve() -> None:
 
 
 def _answer_by_name(asked: TableSqlRequest, kept: dict[str, _Tables]) -> Any:
-    """Answer a query about tables, and name files without their folders in errors.
+    """Answer a query over tables, and replace host paths in its errors with file names.
 
     Errors contain file names instead of host paths, because models read them.
     """
@@ -250,7 +250,7 @@ class _Tables:
                 run(f"CREATE VIEW {name} AS {each.scan}")
 
     def _tables_in_file(self, given: TableLocation, attached: str) -> list[TableLocation]:
-        """Return the location of each table in a file, such as the sheets of a workbook.
+        """Return the location of each table in a file, such as each sheet of a workbook.
 
         An entry that already names its table, or whose file is a single table, is returned
         unchanged.
@@ -502,7 +502,7 @@ class _Tables:
 
 
 def _header_note(num_skipped: int, has_header: bool) -> str:
-    """Return a note on skipped lines and on a missing header in a CSV file.
+    """Return a note that says if lines of a CSV file were skipped or its header is missing.
 
     It is empty if there is nothing to say.
     """

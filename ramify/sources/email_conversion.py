@@ -81,7 +81,7 @@ def convert_msg(data: bytes) -> ConvertedDocument:
 
 
 def _message(data: bytes) -> tuple[str, str, Attachments]:
-    """Return an e-mail message as text, together with its subject and its attachments."""
+    """Convert an e-mail message to text, and return it with its subject and attachments."""
     message = email.message_from_bytes(data, policy=email.policy.default)
     assert isinstance(message, EmailMessage)
     headers = {name: _header(message, name) for name in _HEADERS}

@@ -59,7 +59,7 @@ class FetchRequest(msgspec.Struct, frozen=True):
 
 
 class FetchAnswer(msgspec.Struct, frozen=True):
-    """The answer to a ``FetchRequest``.
+    """The reply of the process that fetches remote files to one ``FetchRequest``.
 
     If the request failed, ``reason`` is not empty.
     """
@@ -221,7 +221,7 @@ class _OpenFiles:
 
 
 async def _read_block(download: OpenDownload) -> bytes:
-    """Return the next block of a download, which has about a megabyte.
+    """Return the next block of a download, which is about a megabyte long.
 
     It is shorter if data arrives slowly. The result is empty only at the end of the file.
     """

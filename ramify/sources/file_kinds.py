@@ -36,7 +36,7 @@ HEAD_BYTES = 8192
 
 
 class InputFile(msgspec.Struct):
-    """The bytes and the name of one file, from any origin."""
+    """One input file of any origin: its name and its bytes."""
 
     name: str
     data: bytes

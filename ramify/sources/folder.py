@@ -35,7 +35,7 @@ _SQLITE_TAILS = ("-wal", "-shm", "-journal")
 
 
 def read_folder(folder: Path, prefix: str, loading: SourceCollector) -> None:
-    """Load all files below a folder.
+    """Load all files in a folder and its subfolders into the context.
 
     Their names in the context begin with ``prefix``, which is empty or ends with a slash.
     """
@@ -68,8 +68,7 @@ class _Walk:
                 self._visit_file(name, is_picture=True)
 
     def _read_one(self, below: str, layers: Layers) -> list[tuple[str, Layers]]:
-        """Load the files in one folder, and return its subfolders for the next steps of the
-        traversal.
+        """Load the files in one folder, and return its subfolders so that they can be visited next.
 
         ``below`` is the folder's path from the top of the traversal: empty, or like ``"a/b/"``.
         """
@@ -188,8 +187,7 @@ def enclosing_ignore_files(folder: Path, loading: SourceCollector) -> tuple[Laye
 
 
 def add_ignore_file(layers: Layers, path: Path, base: str, loading: SourceCollector) -> Layers:
-    """Add the rules in an ignore file at ``path``, if there is one, to the rules of outer
-    folders."""
+    """Extend the ignore rules of outer folders by those of the file at ``path``, if it exists."""
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
     except OSError:

@@ -121,7 +121,7 @@ def load(
 
 
 def _path_names(paths: Any) -> list[str]:
-    """Convert one path or a collection of paths to a list of strings.
+    """Return one path or a collection of paths as a list of strings.
 
     Raises SourceError for a value that is neither a path nor a collection of paths, such as a
     DataFrame or an open file.
@@ -181,7 +181,7 @@ def reload_recorded_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any
 def _read_remote(
     urls: list[str], is_alone: bool, allow_private: bool, loading: SourceCollector
 ) -> bool:
-    """Download the files at some URLs and read them.
+    """Download the files at the given URLs, and add their contents to the context.
 
     Returns True if the URLs are a single file.
     """
@@ -195,7 +195,7 @@ def _read_remote(
 
 
 def _expand(name: str) -> list[str]:
-    """Return the paths that one path argument or glob pattern names.
+    """Expand one path argument or glob pattern to the list of paths that it names.
 
     A glob pattern that the shell did not expand can match several. Raises SourceError if nothing
     matches.
@@ -247,7 +247,7 @@ def _check_exists(path: str) -> None:
 
 
 def _labels(paths: list[str]) -> list[str]:
-    """Return a label for each path, from which the names of its texts in the context are made.
+    """Return the label of each path, from which the names of its texts in the context are derived.
 
     A short, plain path is its own label. Otherwise the label is the path relative to the common
     folder of all paths.

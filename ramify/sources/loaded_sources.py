@@ -1,4 +1,4 @@
-"""Types that describe loaded sources, and the collector of the file readers' results.
+"""Defines the types that describe loaded sources, and collects the results of the file readers.
 
     paths ──load_sources.py──> reader of each kind ──> SourceCollector ──> LoadedContext
                                (file_kinds.py)                          texts, items, problems
@@ -119,7 +119,7 @@ class UnreadableSource(msgspec.Struct, frozen=True):
 
 
 class LoadedSourcesRecord(msgspec.Struct, frozen=True):
-    """The sources that a load read or skipped, as recorded with a run."""
+    """A run's record of the sources that were loaded, skipped or found unreadable."""
 
     items: list[LoadedSourceInfo] = []
     """The first ``MAX_RECORDED`` loaded sources, without the ``places`` of each."""
@@ -180,10 +180,10 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return bool(self.items) and all(item.kind == "csv" for item in self.items)
 
     def recorded_sources(self) -> dict[str, Any]:
-        """Return the names of the run's tools and the origin of its sources, for recreating the
-        tools.
+        """Return what a run records about its sources, so that its tools can be recreated later.
 
-        Empty if ``load`` did not read the sources.
+        It records the names of its tools and the origin of its sources. Empty if ``load`` did not
+        read the sources.
         """
         if not self.origin:
             return {}
@@ -369,7 +369,7 @@ class SourceCollector:
 
     @contextlib.contextmanager
     def undo_if_oversized(self) -> Iterator[None]:
-        """Undo what a file has added to the context in the ``with`` block if the file is too large.
+        """Undo additions to the context if the ``with`` block raises OversizedSourceError.
 
         If the file turns out to be too large, everything that it added is removed.
         """
@@ -395,7 +395,7 @@ class SourceCollector:
         return self._spent
 
     def count_mapped(self, num_bytes: int, name: str) -> None:
-        """Count a text that is read from its file on demand instead of being loaded into memory.
+        """Count a file-backed text, which is read on demand instead of being loaded into memory.
 
         If such texts are limited, raises OversizedSourceError for a single file above the limit,
         and SourceError if all files together exceed it.
@@ -413,7 +413,7 @@ class SourceCollector:
             self._work.set_progress(self._spent + num_bytes, name)
 
     def count_bytes(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
-        """Count bytes of the file that is being read towards the size limit.
+        """Count bytes of the current file towards the size limit of the load.
 
         Bytes of its unpacked parts count, too. The first bytes counted are the file's own size.
         Raises SourceError if all files together exceed the limit, and OversizedSourceError if this
@@ -511,7 +511,7 @@ def count_with_names(names: Sequence[str], noun: str) -> str:
 
 
 def _with_command(reason: str) -> str:
-    """Return a reason for an error, with the install command for DuckDB if DuckDB is missing.
+    """Append DuckDB's install command to an error's reason if DuckDB is missing.
 
     Models read it without the command, which may contain the path of this installation.
     """

@@ -28,7 +28,7 @@ class IpynbCell(msgspec.Struct):
 
 
 class ParsedNotebook(msgspec.Struct):
-    """The fields of a Jupyter notebook file that the conversion uses.
+    """The fields of a Jupyter notebook file that are needed to convert it.
 
     All other fields are ignored.
     """

@@ -110,7 +110,7 @@ def keep(file: InputFile, loading: SourceCollector) -> None:
 
 
 def register_pdf(file: InputFile, num_pages: int, loading: SourceCollector) -> None:
-    """Add a scanned PDF to the context, which has pages only as pictures.
+    """Add a scanned PDF, whose pages exist only as pictures, to the context.
 
     Raises UnreadableSourceError if its pages cannot be rendered on this machine.
     """

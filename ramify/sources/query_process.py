@@ -42,7 +42,7 @@ class ProcessValueOrError(msgspec.Struct, frozen=True):
 
 
 class RequestProcessPool:
-    """A pool of child processes that run queries.
+    """A pool of child processes that answer requests, such as database queries.
 
     Each runs the function ``serve``, named as ``module:name``.
 
@@ -131,7 +131,7 @@ def _size(value: Any) -> int:
 
 
 def to_session_value(value: Any) -> Any:
-    """Convert a database value to a plain Python value for a session.
+    """Convert a value from a database to a plain Python value that a session can hold.
 
     Dates become ISO text, and decimals become numbers.
     """

@@ -94,7 +94,7 @@ def fetch_files(
 
 
 class _Fetching:
-    """A downloader of the remote files among the sources of a context."""
+    """Lists and downloads the remote files among the sources of a context."""
 
     def __init__(
         self, process: FetchProcess, cache: DownloadCache, loading: SourceCollector, is_single: bool
@@ -106,7 +106,7 @@ class _Fetching:
         self._left = loading.remaining_bytes
 
     def listed(self, urls: Sequence[str]) -> list[_Wanted]:
-        """List the files behind the URLs, and report those that cannot be loaded.
+        """List the files at the given URLs, and report those that cannot be loaded.
 
         Files that are too large or of an unsupported kind are left out.
         """
@@ -240,7 +240,7 @@ class _Fetching:
 
 
 def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
-    """Return the total size of the planned downloads, after checking that it is within the limit.
+    """Return the total size of the planned downloads if it is within the limit.
 
     The size is in bytes. Files of unknown size are not counted. Raises SourceError before the first
     download if the total exceeds the limit.

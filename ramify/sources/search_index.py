@@ -48,7 +48,7 @@ _KEPT = 2
 
 
 class SearchIndexProcess:
-    """A process that holds a search index.
+    """The host's handle to a process that holds the search index of one context.
 
     The process ends and its folder is deleted together with this object.
     """
@@ -91,8 +91,7 @@ class SearchIndexProcess:
         return self._process.poll() is not None
 
     def ask(self, query: str, k: int) -> list[tuple[float, int]]:
-        """Return the score and the position of each of the ``k`` passages that match the query
-        best."""
+        """Return the scores and positions of the ``k`` passages that best match the query."""
         found: list[tuple[float, int]] = self._ask_process(
             SearchProcessRequest("ask", query=replace_surrogates(query), k=k), QUERY_S
         )

@@ -199,7 +199,7 @@ class _Index:
         return best[:k]
 
     def _first_with(self, score: float, matches: Any, num: int) -> list[tuple[float, int]]:
-        """Return the first ``num`` passages of the text that match a query with exactly this score.
+        """Return the first ``num`` passages that match a query with exactly this score.
 
         They are in the order of the text. Used if more passages share a score than one query
         fetches.

@@ -120,8 +120,7 @@ def add_file_tables(
 
 
 def _wrong_record(name: str, kind: str, path: Path) -> str:
-    """Return a description of the first malformed record of a CSV or JSONL file for an error
-    message.
+    """Describe the first malformed record of a CSV or JSONL file, for an error message.
 
     Errors of DuckDB do not serve, because it counts lines differently. Returns an empty string for
     other kinds of files, and if no malformed record was found.
@@ -140,7 +139,6 @@ def _opened_csv(path: Path) -> TextIO:
 
 
 def _has_many_columns(name: str, path: Path) -> bool:
-    """Return True if the header of a CSV file names several columns."""
     with _opened_csv(path) as file:
         return len(next(csv_records(file, name), ())) > 1
 
@@ -248,7 +246,7 @@ def table_name(file: str, member: str, taken: set[str]) -> str:
 
 
 def file_change_stamp(path: Path | str) -> tuple[int, ...]:
-    """Return numbers that change whenever a file does: its size, modification time and inode.
+    """Return a file's size, modification time and inode, which show whether it has changed.
 
     Empty if the file does not exist.
     """
@@ -271,7 +269,7 @@ class TemporaryTableFolder:
 
 
 class SessionTables:
-    """The tables that a session can query.
+    """The tables that a session can query with SQL.
 
     The session gets the method ``sql`` as a function, and ``table_descriptions`` as the variable
     ``tables``.
@@ -299,7 +297,7 @@ class SessionTables:
 
     @property
     def table_descriptions(self) -> list[dict[str, Any]]:
-        """Return a list of the session's tables, in which a dict describes each table.
+        """Return a list of dicts that describe the session's tables.
 
         It gives the name in SQL, the file, the columns, the number of rows and the first rows.
         """
@@ -336,7 +334,7 @@ class SessionTables:
         return rows
 
     def _check_unchanged(self) -> None:
-        """Raise ValueError if the file of a table has changed since the table was loaded.
+        """Raise ValueError if any table's file has changed since the table was loaded.
 
         SQLite files may change, because each query uses a new copy.
         """
@@ -350,7 +348,7 @@ class SessionTables:
 
 
 def _write_temporary(name: str, kind: str, data: bytes, loading: SourceCollector) -> Path:
-    """Write a table's data to a file in the temporary folder, and return the path."""
+    """Write a table's data to a new file in the temporary folder, and return the file's path."""
     if loading.kept_tables is None:
         loading.kept_tables = TemporaryTableFolder()
     path: Path = loading.kept_tables.folder / f"{len(loading.tables)}.{kind}"

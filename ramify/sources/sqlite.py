@@ -1,4 +1,4 @@
-"""Reads SQLite databases.
+"""Loads SQLite databases as sources that sessions can query.
 
 The context contains the schema with sample rows.
 

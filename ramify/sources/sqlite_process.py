@@ -48,7 +48,7 @@ def query_with_timeout(
 
 
 def serve() -> None:
-    """Serve queries in a child process, until standard input is closed."""
+    """Answer SQLite queries in a child process until its standard input is closed."""
     answer_requests(_answer)
 
 

@@ -64,7 +64,7 @@ def chunks(tokens: int = 4000, text: Any = None) -> list[dict[str, str]]:
 
 
 def _texts(value: Any) -> list[tuple[str, Any]]:
-    """List the texts in ``value`` as (name, text) pairs.
+    """Return the texts in ``value`` as (name, text) pairs.
 
     The name of a single text is empty.
     """
@@ -87,7 +87,7 @@ def _check(texts: list[tuple[str, Any]]) -> None:
 
 
 def _pieces(text: Any, most: int) -> list[tuple[str, int, int]]:
-    """Split a text into pieces, each with the numbers of its first and last line.
+    """Split a text into pieces, and return each with its first and last line number.
 
     A piece has at most ``most`` bytes.
     """
@@ -141,7 +141,7 @@ def _shorten_name(name: str, most: int) -> str:
 
 
 def _merge_into_part(found: list[dict[str, str]], shared: list[tuple[str, str]]) -> None:
-    """Join the collected pieces of text into one part, and empty the list ``shared``."""
+    """Join the pieces in ``shared`` into one part, add it to ``found``, and empty ``shared``."""
     if shared:
         first, last = shared[0][0], shared[-1][0]
         place = first if len(shared) == 1 else f"{first} to {last}"

@@ -96,7 +96,7 @@ def has_tantivy() -> bool:
 
 
 def _texts(context: Any) -> dict[Any, Text]:
-    """Return the texts of the context in a dict, by key or index.
+    """Return the context's texts in a dict whose keys are their names or indices.
 
     A single text has the name "".
     """
@@ -195,7 +195,8 @@ class TextSearchTool:
         return layout
 
     def _line_number(self, name: Any, start: int) -> int:
-        """Return the line number, counted from 1, of the character at ``start``."""
+        """Return the line number, counted from 1, of the character at ``start`` in the named
+        text."""
         text, step = self._texts[name], _COUNTED_CHARS
         with self._lock:
             before = self._lines.setdefault(name, [0])
@@ -215,7 +216,7 @@ class TextSearchTool:
             return built
 
     def block_starts(self) -> list[tuple[int, int]]:
-        """Return where each block of the context's texts starts, as a list of text index and
+        """Return the start of each text block in the context: the index of its text and a
         position."""
         return [
             (number, at)
@@ -275,7 +276,7 @@ class _UsedSearch:
         return get_or_build_index(digest.hexdigest(), self._num_chars, self._indexing_requests)
 
     def _indexing_requests(self) -> Iterator[SearchProcessRequest]:
-        """Yield requests to the index process that together add all texts of the context.
+        """Yield the requests that send all texts of the context to the index process.
 
         Each request except the last has at least ``BLOCK_CHARS`` characters.
         """

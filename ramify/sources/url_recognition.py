@@ -36,7 +36,7 @@ def _scheme(name: str) -> str:
 
 
 def redact_url_for_display(url: str) -> str:
-    """Return a URL in a form that is safe for error messages and names.
+    """Return a URL without secrets, for use in error messages and names.
 
     The login is removed, and so are the parameters and the fragment of a web address.
     """

@@ -49,7 +49,7 @@ class RunJournal(Protocol):
 
     @property
     def trouble(self) -> StoreError | None:
-        """The problem because of which the run should end soon, such as a full disk, or None."""
+        """The error, such as a full disk, that should make the run end soon, or None."""
 
     @property
     def is_empty(self) -> bool:
@@ -71,8 +71,7 @@ class RunJournal(Protocol):
         """
 
     def live_text(self) -> LiveReplyFileWriter | None:
-        """Return a writer that shows the replies of the run while they arrive, or None if there is
-        none."""
+        """Return a writer that shows the run's replies as they arrive, or None if there is none."""
 
 
 class RunBlobs(Protocol):
@@ -172,7 +171,7 @@ class RunStore(Protocol):
             journal.close()
 
     def find(self, run: str) -> str:
-        """Resolve ``run`` to a full run id.
+        """Return the full id of the run to which ``run`` refers.
 
         It may be a complete id, the beginning of one, or ``"last"``. Raises UnknownRun.
         """
@@ -218,10 +217,9 @@ class RunStore(Protocol):
         return found
 
     def listing_state(self) -> object | None:
-        """Return a value that changes whenever the list of runs may have changed, and is cheap to
-        compute.
+        """Return a value that changes whenever the list of runs might have changed.
 
-        None if the store cannot tell without reading the runs.
+        Computing it is cheap. None if the store cannot tell without reading the runs.
         """
         return None
 
@@ -324,7 +322,7 @@ def check_run_id(run_id: str) -> None:
 
 
 def resolve_run_id(name: str, ids: Sequence[str], place: object) -> str:
-    """Resolve ``name`` to a run id.
+    """Return the full run id to which ``name`` refers.
 
     It may be a complete id, the unique beginning of an id, or ``"last"``. Raises UnknownRun if no
     run or several runs match.

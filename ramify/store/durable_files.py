@@ -343,7 +343,7 @@ class FsyncFlusher:
                 time.sleep(_REST_S)
 
     def _next(self) -> bool:
-        """Wait for the next request to flush a file, and take the oldest one.
+        """Wait for a file that must be flushed, and take the one that was requested first.
 
         Returns False if nothing was requested for ``IDLE_S`` seconds, after which the thread ends.
         """
@@ -436,7 +436,7 @@ class BlobStore:
 
     @contextmanager
     def memory_map(self, digest: str) -> Iterator[memoryview]:
-        """Return a context manager that yields a read-only memory map of a blob's file.
+        """Map a blob's file into memory, read-only, until the ``with`` block ends.
 
         Nothing is copied, and the hash is not verified.
         """
@@ -520,7 +520,7 @@ class BlobStore:
 
 
 def _touch_if_complete(path: Path, size: int) -> bool:
-    """Mark a blob as just stored if its complete file exists, and return whether it does.
+    """Return True if a blob's complete file exists, after marking it as just stored.
 
     The blob then counts as just stored.
     """

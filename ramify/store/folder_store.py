@@ -316,7 +316,7 @@ def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
 
 
 def _ids_of(entries: Iterable[os.DirEntry[str]], end: str) -> set[str]:
-    """Return the ids of the runs for which a folder has a file with the suffix ``end``."""
+    """Return the ids of the runs that have a file with the suffix ``end`` in a folder."""
     return {entry.name.removesuffix(end) for entry in entries if entry.name.endswith(end)}
 
 

@@ -56,7 +56,7 @@ holds the lock very briefly.
 
 
 class WriterProcessId(msgspec.Struct, frozen=True):
-    """The process that is writing a journal: its process id and its host."""
+    """Identifies the process that is writing a journal, by its process id and its host."""
 
     pid: int
     host: str
@@ -123,8 +123,7 @@ class ChecksummedLineWriter:
             return offset
 
     def _write(self, line: bytes) -> None:
-        """Write a line to the journal, and free the store's reserved disk space if the disk is
-        full.
+        """Write a line to the journal, and use the reserved disk space if the disk is full.
 
         If the disk is full, free the store's reserved space and try again.
         """
@@ -208,7 +207,7 @@ class FileRunJournal:
 
     @property
     def trouble(self) -> StoreError | None:
-        """The error that should end the run soon because the disk is full, or None.
+        """The error that should make the run end soon because the disk is full, or None.
 
         Otherwise None.
         """
@@ -282,7 +281,7 @@ def open_locked(path: Path, flags: int) -> int:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Return True if ``fd`` is still the file at ``path``, which may have been replaced."""
+    """Return True if ``fd`` is still the file at ``path`` and the file has not been replaced."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -493,7 +492,7 @@ def line_blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def read_events(run: StoredRun) -> Iterator[AnyEvent]:
-    """Yield the events of ``run`` in order.
+    """Yield the events of ``run`` in the order in which they were recorded.
 
     Raises StoreError at the first damaged line.
     """
@@ -679,7 +678,7 @@ async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
 
 
 def _same_file(path: Path, inode: int, offset: int) -> int:
-    """Check that a journal was not replaced or truncated, and return its inode number.
+    """Check that a journal was neither replaced nor truncated, and return its inode number.
 
     Raises StoreError if the journal was replaced, so that the number differs from ``inode``, or
     truncated, so that it is shorter than ``offset``. An ``inode`` of 0 accepts any number.

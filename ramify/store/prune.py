@@ -42,7 +42,7 @@ _NAME = re.compile(rb'"([0-9a-f]{64})"')
 
 
 class StorePruneResult(msgspec.Struct):
-    """The ids of the deleted runs and evaluations, oldest first."""
+    """The runs and evaluations that pruning a store has deleted."""
 
     runs: list[str]
     """Ids of the deleted runs, oldest first."""
@@ -60,7 +60,7 @@ class StorePruner:
         self._size = size
 
     def remove(self, path: Path) -> int:
-        """Delete the journal at ``path``, and the blobs that only this journal refers to.
+        """Delete the journal at ``path`` and the blobs that no other journal refers to.
 
         Returns the number of bytes freed. Raises StoreError while a process is writing the journal.
         """

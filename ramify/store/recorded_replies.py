@@ -49,7 +49,7 @@ are not kept in ``_held``.
 
 
 class TurnsDroppedOnResume(NamedTuple):
-    """Turns of a root call that were dropped when the run was resumed beyond a limit."""
+    """Turns of a root call that were dropped so that the run could resume past a limit."""
 
     events: list[AnyEvent]
     """Requests and replies of the dropped turns."""
@@ -147,7 +147,7 @@ class RunEventIndex:
     def apply_message_edits(
         self, call: str, turn: int, new: tuple[Message, ...]
     ) -> tuple[Message, ...]:
-        """Return the messages that a turn adds to its conversation, after replacing edited texts.
+        """Return the new messages of a turn, in which edited texts replace the original ones.
 
         ``new`` has the messages as the engine made them. In a fork of a run whose texts were
         edited, the edited texts replace those of the last messages.
@@ -177,8 +177,7 @@ class RunEventIndex:
         return None if reply is None else reply.reply
 
     def reusable_call(self, call: str) -> tuple[RequestStarted, ReplyReceived] | None:
-        """Return the recorded first request of a call and its reply, if both can be reused
-        directly.
+        """Return a call's recorded first request and its reply, for direct reuse.
 
         Returns None if the recording of the call is incomplete, if the call had failed attempts or
         dropped turns, or if the run has diverged from the journal.
@@ -197,7 +196,8 @@ class RunEventIndex:
         return self._requests.get((call, turn))
 
     def model_of(self, call: str) -> str | None:
-        """Return the name of the model that a call started with, or None.
+        """Return the name of the model with which a call started, or None if no such call is
+        recorded.
 
         The hashes of all requests of the call include that name.
         """
@@ -226,7 +226,7 @@ class RunEventIndex:
         return self._replies[call, turn].reused_ids
 
     def failed_attempts(self, call: str, turn: int) -> list[RequestAttemptFailed]:
-        """Return the failed attempts at this turn's request.
+        """Return the recorded attempts at this turn's request that failed.
 
         Some of them may have been billed.
         """
@@ -276,7 +276,7 @@ class RunEventIndex:
         return self._cells.get((call, turn, cell))
 
     def was_call_made_at(self, id: str, where: CallSite) -> bool:
-        """Return True if the code cell at ``where`` made the call ``id`` in the recorded run."""
+        """Return True if the recorded run made the call ``id`` from the code cell at ``where``."""
         return self._parents.get(id) == where
 
     def was_cell_skipped_at_end(self, call: str, turn: int, cell: int) -> bool:
@@ -527,7 +527,7 @@ class RunEventIndex:
 
 
 def _turn_of(key: Key) -> int:
-    """Return the turn number that is part of an event's key, or -1 if there is none."""
+    """Return the turn number in an event's key, or -1 if the key has none."""
     is_of_turn = key[0] in (RequestStarted, ReplyReceived, CellRan)
     return key[2] if is_of_turn and isinstance(key[2], int) else -1
 

@@ -151,7 +151,7 @@ def _note(check: JournalCheckResult, event: AnyEvent, digests: dict[str, None]) 
 
 
 def _place_of(line: bytes, chain: ChecksumChain, crcs: list[int]) -> str:
-    """Return an error message's phrase that says after which line a misplaced journal line belongs.
+    """Return a phrase for an error message that says after which line a misplaced line belongs.
 
     The phrase is empty if the line fits nowhere.
     """

@@ -104,7 +104,7 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     @property
     def labels_and_verdict(self) -> tuple[str, ...]:
-        """The labels and the combined verdict, by which lists show and filter the run.
+        """The labels under which lists show and filter the run, including the combined verdict.
 
         The combined verdict of all people comes last, if there is one.
         """
@@ -132,7 +132,7 @@ _WORTH = {"right": 1.0, "wrong": 0.0}
 
 
 class InterRaterAgreement(msgspec.Struct, frozen=True):
-    """How far two people agree in their verdicts on the same runs."""
+    """How closely two people agree in their verdicts on the same runs."""
 
     people: tuple[str, str]
     both: int
@@ -146,7 +146,7 @@ class InterRaterAgreement(msgspec.Struct, frozen=True):
 
 
 def inter_rater_agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[InterRaterAgreement]:
-    """Return how far each two reviewers agree on the runs that both have judged.
+    """Return how closely each pair of reviewers agrees on the runs that both have judged.
 
     ``verdicts`` has one mapping per run, from person to verdict.
     """
@@ -172,7 +172,7 @@ def _agreement(
 
 
 def review_file(path: Path) -> Path:
-    """Return the path of the reviews for ``path``, which is a journal or a trajectory file."""
+    """Return the path of the review file that belongs to a journal or a trajectory file."""
     return path.with_suffix(".review.json")
 
 

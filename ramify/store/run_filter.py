@@ -66,7 +66,7 @@ class RunFilter(NamedTuple):
         return sorted(found, key=cmp_to_key(compare))
 
     def unknown_values(self, runs: Iterable[RunSummary]) -> list[str]:
-        """Return a message about each value in the filter that no run has.
+        """Return a message for each value in the filter that no run has.
 
         It suggests other values. An example is ``no run has stop:eror: did you mean 'error'? known:
         error, final``.
@@ -137,14 +137,14 @@ def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
 
 
 def corrected_reward(run: RunSummary) -> float | None:
-    """Return the first reward of a run, as corrected by people, or None if the run was not
+    """Return a run's first reward, including corrections by people, or None if it was not
     scored."""
     corrected = run.review.rewards if run.review else {}
     return next(iter({**run.rewards, **corrected}.values()), None)
 
 
 def origin_of(run: RunSummary) -> str:
-    """Return the origin of a run: ``"evaluation"`` or ``"asked"``."""
+    """Return the origin of a run, which is ``"evaluation"`` or ``"asked"``."""
     return "evaluation" if run.task else "asked"
 
 
@@ -223,7 +223,7 @@ def _check_spaces(text: str) -> None:
 
 
 def _complete_example(part: str) -> str:
-    """Complete a condition without a value with an example value, for an error message.
+    """Add an example value to a filter condition that lacks one.
 
     The result is an example for an error message.
     """
@@ -326,7 +326,7 @@ def _parse_period(value: str, now: float) -> tuple[float, float] | None:
 
 
 def _is_in(at: float, sign: str, first: float, after: float) -> bool:
-    """Return True if a time has the given relation, such as ``>``, to a period.
+    """Return True if a time relates to a period as the operator ``sign``, such as ``>``, requires.
 
     The period begins at ``first`` and ends before ``after``. A period without an end, which comes
     from an age such as ``2h``, is compared as the moment ``first``.

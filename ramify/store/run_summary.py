@@ -34,7 +34,7 @@ from ramify.types.trajectory import Stop, answer_text, cut
 
 
 class RunSummary(msgspec.Struct, omit_defaults=True):
-    """The fields of a run that a listing shows."""
+    """A summary of one run that contains the fields shown in listings."""
 
     id: str
     question: str = ""

@@ -41,7 +41,7 @@ class StoredRun(Protocol):
         """Path of the run's journal file, or None if the store has no files."""
 
     def journal_version(self) -> tuple[int, int]:
-        """Return values that change whenever the stored run does: its storage number and its size.
+        """Return the storage number and the size of the run, which change whenever the run does.
 
         The size is in bytes. The number changes if the run is replaced by another. Raises
         StoreError if the run does not exist.
@@ -70,7 +70,7 @@ class StoredRun(Protocol):
         """
 
     def is_run_in_store(self, id: str) -> bool:
-        """Return True if the same store also holds a run with this id."""
+        """Return True if the store of this run also holds a run with the given id."""
 
     def reviews_by_run(self) -> Mapping[str, HumanRunReview]:
         """Return the reviews of all runs in the same store, by run id.

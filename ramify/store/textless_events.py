@@ -204,7 +204,7 @@ def _one_by_one(
 
 @check_struct_subset(Turn)
 class TurnPlaceholder(msgspec.Struct):
-    """A turn without any fields, for listings that only count the turns.
+    """A turn without any fields, used if only the number of turns matters.
 
     Listings only count the turns.
     """

@@ -1,4 +1,4 @@
-"""The file ``traffic.json`` in a store of recorded traffic.
+"""Reads and writes the file ``traffic.json`` in a store of recorded traffic.
 
 It identifies the policy, that is, the served model that produced the traffic.
 

@@ -178,7 +178,7 @@ class RolloutInitialState(msgspec.Struct, kw_only=True):
             self.context = None
 
     def manifest(self) -> str:
-        """Return the description of the context for the model's prompt, which is ``about``.
+        """Return ``about``, the description of the context for the model's prompt.
 
         The engine calls this method.
         """
@@ -267,7 +267,7 @@ class LazySequence(Sequence[T]):
 
 
 class DemonstrationPromptFormat(msgspec.Struct, frozen=True):
-    """The prompt texts that a demonstration needs around the demonstrator's replies.
+    """The prompt texts that surround the demonstrator's replies in a demonstration.
 
     The engine adds them in a real run. A demonstration that runs without the engine must reproduce
     them.

@@ -55,7 +55,7 @@ _HF_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
 
 class DatasetColumns(msgspec.Struct, frozen=True):
-    """The names of the dataset columns from which items are made.
+    """The names of the dataset columns that provide the fields of task items.
 
     Example:
         DatasetColumns(question="q", gold="a", context=("log", "notes"))
@@ -127,7 +127,7 @@ class DatasetColumns(msgspec.Struct, frozen=True):
 
 
 def _first_of(names: Sequence[str], row: Row) -> str:
-    """Return the first of several possible column names that is in the table row of the dataset.
+    """Return the first of several possible column names that a dataset row contains.
 
     If none is, return the first name.
     """
@@ -382,7 +382,7 @@ def rows_of(source: Source, where: str = "") -> Sequence[Row]:
 
 
 def row_location(rows: Sequence[Row], number: int, name: str) -> str:
-    """Return where a row is, for error messages, such as ``rows.jsonl, line 3``.
+    """Return the location of a dataset row for error messages, such as ``rows.jsonl, line 3``.
 
     Lines of a JSONL file count from 1. For other sources the result is ``NAME, row 2``, with rows
     counted from 0. ``name`` is that of the source.

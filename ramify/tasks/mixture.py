@@ -69,7 +69,7 @@ class TaskMixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class _GroupLine(msgspec.Struct, frozen=True):
-    """The part of a training run's record about a group of rollouts that a mixture needs.
+    """The fields that a mixture needs from a training run's record about a group of rollouts.
 
     The record is a line of ``groups.jsonl``.
     """
@@ -115,7 +115,7 @@ class TaskMixture(msgspec.Struct, frozen=True):
     def score_step(
         self, rollouts: Sequence[tuple[Item, Trajectory]]
     ) -> Sequence[Score | RamifyError]:
-        """Score all rollouts of a training step, with one call per task.
+        """Score all rollouts of a training step, with one call for each task of the mixture.
 
         If a task fails, only its own rollouts get the error.
         """
@@ -287,7 +287,7 @@ def _train_items(name: str, spec: TaskMixturePart, task: Task) -> Sequence[Item]
 
 
 def _outcomes(path: Path) -> list[tuple[str, RolloutGroupOutcome]]:
-    """Return the outcome of each group of rollouts in a training run, paired with the item's id.
+    """Return the item id and the outcome of each group of rollouts in a training run.
 
     They are read from its ``groups.jsonl``. An incomplete line, left by a killed run, is skipped.
     """
@@ -335,7 +335,7 @@ def _possible_ids(id: str) -> tuple[str, str]:
 
 
 def _order(weights: Mapping[str, float]) -> Iterator[str]:
-    """Yield the names of a mixture's tasks in the order in which each supplies its next item.
+    """Yield, item by item, the name of the task from which a mixture takes its next item.
 
     The order then repeats. The next part is always the one that is furthest behind its share of
     items.
@@ -361,16 +361,14 @@ def item_part_name(id: str) -> str:
 
 
 def _part_and_item(item: Item) -> tuple[str, Item]:
-    """Return the name of the task from which a mixture's item comes, and the task's original
-    item."""
+    """Return the name of the task from which a mixture's item comes, and the original item."""
     part, _, id = item.id.partition(_MARK)
     kind = item.kind.removeprefix(part).strip()
     return part, msgspec.structs.replace(item, id=id, kind=kind)
 
 
 def _score_of(part: str, score: Score) -> Score:
-    """Return a score whose reward and metric names begin with the name of the task in the
-    mixture."""
+    """Return a copy of a score whose reward and metric names are prefixed with its task's name."""
     calls = {call: _prefix_names(part, rewards) for call, rewards in score.calls.items()}
     return Score(_prefix_names(part, score.rewards), calls, _prefix_names(part, score.metrics))
 

@@ -1,4 +1,4 @@
-"""Recognises whether a question has the form that a task's training questions have.
+"""Tells whether a question has the form of a task's training questions.
 
 Small policies are trained on a single task, and can only answer questions of its form.
 
@@ -23,7 +23,7 @@ _FORMS = {"ledger": "ramify.tasks.ledger.question_pattern:LEDGER_FORM"}
 
 
 class TaskQuestionPattern(msgspec.Struct, frozen=True):
-    """The form that the questions and contexts of one built-in task have."""
+    """The form of the questions and contexts of one built-in task."""
 
     about: str
     """Description for users, worded to complete "it knows only …"."""
@@ -34,7 +34,7 @@ class TaskQuestionPattern(msgspec.Struct, frozen=True):
 
 
 def task_question_pattern(task: str) -> TaskQuestionPattern | None:
-    """Return the form of a built-in task's questions, or None if the task has none."""
+    """Return the form of a built-in task's questions, or None if no form is defined."""
     place = _FORMS.get(task)
     if place is None:
         return None

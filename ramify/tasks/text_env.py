@@ -317,7 +317,7 @@ class EnvEpisode:
                 close()
 
     def _do_last(self, action: str) -> None:
-        """Perform the final answer as the last action of an episode.
+        """Perform the model's final answer as the last action of the episode.
 
         If the environment rejects it, its reward is 0. Errors of earlier actions are shown to the
         model instead.
@@ -358,7 +358,7 @@ def _action(env: Any, text: str) -> Any:
 
 
 def _wrap_in_batch(space: Any, value: Any) -> Any:
-    """Wrap an action as a batch of one, as ``space.from_jsonable`` expects.
+    """Wrap an action in a batch of size one, as ``space.from_jsonable`` expects.
 
     In a tuple or dict space, each component is wrapped separately.
     """
@@ -371,7 +371,7 @@ def _wrap_in_batch(space: Any, value: Any) -> Any:
 
 
 def _is_whole(space: Any, action: Any, value: Any) -> bool:
-    """Return True unless an integer action lost a fraction when it was converted from a number.
+    """Return True unless converting a number to an integer action lost its fractional part.
 
     For example, 1.7 is not action 1.
     """
@@ -385,8 +385,7 @@ def _is_whole(space: Any, action: Any, value: Any) -> bool:
 
 
 def _parse_step_result(result: Any) -> tuple[Any, float, bool]:
-    """Convert the result of an environment's ``step`` to an observation, a reward, and whether the
-    episode is over.
+    """Return the observation, the reward and the end-of-episode flag from an environment's step.
 
     Raises RamifyError for an unknown form.
     """

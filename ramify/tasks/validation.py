@@ -84,7 +84,7 @@ def validate(
 
 
 def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float) -> None:
-    """Raise ConfigError if the task cannot score several rollouts in one call.
+    """Raise ConfigError if the task fails to score several rollouts in one call.
 
     A training step scores them in this way. The values are not checked, since rewards may depend on
     each other.
@@ -167,7 +167,7 @@ def _score_answer(task: Task, item: Item, answer: Any, score_s: float) -> float:
 
 
 def _right_worth(task: Task, item: Item) -> float:
-    """Return the reward that a right answer to ``item`` should get in this task.
+    """Return the reward that the task should give for a right answer to ``item``.
 
     It is 1, except in a mixture, where each part has a reward factor.
     """

@@ -135,7 +135,7 @@ def load_taskset(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
 
 
 def _load_taskset(id: str) -> Any:
-    """Load an installed taskset by its id.
+    """Load an installed taskset of the ``verifiers`` library whose tasks need only one reply.
 
     Raises ConfigError if its tasks need several replies of the model.
     """
@@ -151,7 +151,7 @@ def _load_taskset(id: str) -> Any:
 
 
 class LazyVerifiersTasks:
-    """The tasks of a ``verifiers`` taskset.
+    """A lazily loaded sequence of the tasks in a ``verifiers`` taskset.
 
     They are loaded lazily, up to the last one that was accessed.
     """

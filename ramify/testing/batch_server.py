@@ -160,7 +160,7 @@ class FakeBatchApiServer:
                 batch.status, batch.problem = "failed", problem
 
     def soon(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background, for example after the current request was answered.
+        """Run a coroutine as a background task of the test server.
 
         ``on_request`` can use this to do work after the current request has been answered.
         """
@@ -488,7 +488,7 @@ def _message(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def _form(exchange: PendingMockRequest) -> tuple[dict[str, bytes], str]:
-    """Parse a form with an uploaded file, as sent in a multipart request.
+    """Parse a multipart form that contains an uploaded file.
 
     Returns the content of each field by name, and the file name or an empty string.
     """

@@ -1,4 +1,4 @@
-"""A test double of a disk that loses all data that was not synced, as in a power failure.
+"""A test double of a disk that loses all unsynced data in a simulated power failure.
 
     disk = ForgetfulDisk(folder)
     store = Store(folder / "store", fsync=disk.fsync)
@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 class ForgetfulDisk:
-    """A simulated disk on which a power failure loses everything that was not synced.
+    """A simulated disk that loses all unsynced data in a power failure.
 
     It covers the files in one folder.
 
@@ -62,7 +62,7 @@ class ForgetfulDisk:
             self._changed.notify_all()
 
     def wait_for(self, is_synced: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-        """Wait until ``is_synced`` returns True, and check it after each ``fsync``.
+        """Wait until ``is_synced`` returns True, checking it after every ``fsync``.
 
         Returns False after ``timeout_s`` seconds.
         """

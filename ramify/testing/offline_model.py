@@ -116,7 +116,7 @@ class SimulatedAccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=
 
 
 class ModelLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The simulated model's latency: the time in seconds that it takes for a reply.
+    """The simulated model's latency, which grows with the lengths of the prompt and the reply.
 
     >>> testing.ModelLatency(first_s=0.5, input_s=0.1, output_s=20.0).seconds(10_000, 50)
     2.5
@@ -137,7 +137,8 @@ class ModelLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OfflineModelSuiteStrategy(msgspec.Struct, frozen=True):
-    """How the simulated model handles one evaluation suite's questions and sub-calls.
+    """The simulated model's strategy for answering the questions and sub-calls of one evaluation
+    suite.
 
     ``asks`` recognises the questions, ``solve`` answers them in a root call, and ``read`` answers
     sub-calls about a part of the text. None of these functions gets an item or its gold answer.
@@ -212,7 +213,7 @@ class OfflineModel(
         return ScriptedClient(self.tell, name, self.window, self.price or FREE)
 
     def tell(self, messages: tuple[Message, ...]) -> Step | Awaitable[Step]:
-        """Return the simulated model's reply to a conversation as a step of a script.
+        """Reply to a conversation as the simulated model, in the form of one step of a test script.
 
         ``ScriptedClient`` and ``ScriptedServer`` accept such steps. With ``sleep="real"``, the
         reply takes its simulated time.
@@ -259,7 +260,8 @@ class OfflineModel(
         return form.code_cell_reply(f"I use the strategy of the suite {suite.name}.", code)
 
     def _answer_about_text(self, messages: Sequence[Message]) -> str:
-        """Answer a question about a text, either correctly or with a plausible error."""
+        """Answer a plain model call's question about its text, either correctly or with a plausible
+        error."""
         prompt = "\n\n".join(message.content for message in messages if message.role != "system")
         if (turn := parse_leaf_prompt(prompt)) is not None:
             return self._plan_leaf(turn, messages)
@@ -276,7 +278,7 @@ class OfflineModel(
         return _UNKNOWN
 
     def _plan_leaf(self, turn: ParsedPlanLeafRequest, messages: Sequence[Message]) -> str:
-        """Return the simulated model's reply to one model call made by a ready plan.
+        """Return the simulated model's reply to one of the model calls that a ready plan makes.
 
         A ready plan is a fixed program of model calls. The reply is wrong with the same probability
         as any other for a prompt of this length.
@@ -329,7 +331,7 @@ async def _return_after(text: str, seconds: float) -> str:
 
 
 def _split_prompt(prompt: str) -> tuple[str, str]:
-    """Split the prompt of a plain model call into its text and its question.
+    """Split the prompt of a plain model call into the text to read and the question about it.
 
     The question follows the last ``Question:`` at the beginning of a line. Without such a line, the
     whole prompt is returned as both.
@@ -344,8 +346,8 @@ def _split_prompt(prompt: str) -> tuple[str, str]:
 
 
 def _right_reply(suite: OfflineModelSuiteStrategy, question: str, text: str) -> str | None:
-    """Return the right reply to a question about a text, or None if the suite asks no such
-    question."""
+    """Return the right reply to a question about ``text``, or None if it is not one of the suite's
+    questions."""
     right = suite.read(question, text)
     if right is not None or not re.search(suite.asks, question):
         return right
@@ -362,7 +364,7 @@ def _perfect_ask(suite: OfflineModelSuiteStrategy) -> Ask:
 
 
 def simulated_model(name: str) -> OfflineModel:
-    """Return the simulated model that ``offline:NAME`` selects, given its NAME.
+    """Return the simulated model that a user selects with ``offline:NAME``, for the given NAME.
 
     Raises ConfigError for an unknown name.
 

@@ -1,4 +1,4 @@
-"""Parse the prompts of ready plans' model calls, and write replies to them.
+"""Parse the prompts of the model calls that ready plans make, and format replies to these calls.
 
 A ready plan is a fixed program of model calls, and its calls that read text are called leaves.
 
@@ -40,7 +40,7 @@ _SHARE_WRONG = 20
 
 
 class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
-    """A parsed prompt from one of a ready plan's model calls.
+    """The prompt of one of a ready plan's model calls, split into its kind, question and text.
 
     A leaf is one of the model calls that a ready plan makes.
     """
@@ -60,7 +60,7 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> dict[str, int]:
-        """The count of each value, or an empty dict if the request is not about counts."""
+        """How often each value occurs, or an empty dict if the request contains no such counts."""
         return self._parse_json_line(0)
 
     @property
@@ -87,7 +87,7 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
 
 def parse_leaf_prompt(prompt: str) -> ParsedPlanLeafRequest | None:
-    """Parse the prompt of a plan's leaf, i.e. of a model call that a ready plan makes.
+    """Parse the prompt of a model call that a ready plan makes, also called a leaf of the plan.
 
     Returns None for any other prompt.
     """
@@ -111,7 +111,7 @@ def format_reply(turn: ParsedPlanLeafRequest, value: Any) -> str:
 
 
 def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
-    """Return a copy of a list of right values in which a few are replaced by wrong ones.
+    """Return a copy of a list of right values in which a few values are replaced by wrong ones.
 
     Each wrong value is another value of the same list.
     """
@@ -127,7 +127,7 @@ def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
 
 @functools.cache
 def _request_forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
-    """Return the features that identify each kind of request that ready plans make.
+    """Return the features by which each kind of request from a ready plan is recognized.
 
     For each kind of request, they are its name, whether its answer has a JSON schema, and a pattern
     for the beginning of its prompt.

@@ -70,8 +70,7 @@ def rate_limited(retry_after_s: float | None = None) -> ScriptedFailure:
 
 
 def server_error(status: int = 500, text: str = "the engine fell over") -> ScriptedFailure:
-    """Return a failure with an HTTP status of 500 or above, as from a server with an internal
-    error.
+    """Return a failure with an HTTP status of 500 or above, which signals an internal server error.
 
     Example:
         testing.ScriptedClient([testing.server_error(503), "FINAL(2)"])
@@ -144,8 +143,9 @@ def malformed(text: str = "not json") -> ScriptedFailure:
 
 
 def html(status: int = 200) -> ScriptedFailure:
-    """Return a failure in which the server sends a web page instead of JSON, as with a wrong base
-    URL.
+    """Return a failure in which the server sends a web page instead of JSON.
+
+    A wrong base URL can cause such a failure.
 
     Example:
         testing.ScriptedServer([testing.html()])
@@ -165,7 +165,7 @@ def no_choices(text: str = "nothing") -> ScriptedFailure:
 
 
 def no_usage(text: str) -> ScriptedFailure:
-    """Return a good reply without the token usage, as from a server that does not report it.
+    """Return a complete reply that lacks token usage, as from a server that does not report it.
 
     Example:
         testing.ScriptedClient([testing.no_usage("FINAL(2)")])    # booked as an upper bound

@@ -73,8 +73,8 @@ class ParsedRootPrompt(msgspec.Struct, frozen=True):
 
 
 class RlmLibraryPromptFormat(Protocol):
-    """How one system asks a model for the steps of a root call, and how it expects replies to
-    look."""
+    """The prompt format of one system: how it requests the next step of a root call and reads the
+    reply."""
 
     name: str
     """Name of the system."""
@@ -264,7 +264,8 @@ def _dspy_fields(**fields: str) -> str:
 
 
 def _result_in(messages: Sequence[Message]) -> str | None:
-    """Return the last result that a system's code cells printed after ``RESULT:``, or None.
+    """Return the last result that a system's code cells printed after the marker ``RESULT:``, or
+    None.
 
     A system may also show the code, but there the marker is in quotes and not at the beginning of a
     line.

@@ -63,8 +63,8 @@ NUM_IDS = 261
 
 
 class ScriptedByteTokenizer:
-    """A byte-level tokenizer that adds token ids to scripted replies, as an inference engine does
-    for training.
+    """A byte-level tokenizer that adds token ids to scripted replies, like those that an inference
+    engine returns.
 
     ``version`` is the policy version that the replies report.
 
@@ -84,7 +84,7 @@ class ScriptedByteTokenizer:
 
     @property
     def rendering(self) -> PromptRenderer:
-        """The renderer with which a client converts a prompt to byte-level token ids."""
+        """The renderer that converts a client's prompts to byte-level token ids."""
         return PromptRenderer(self._prompt_ids, self._keeps_ids, _token_text)
 
     def with_token_ids(self, reply: Reply, request: Request) -> Reply:

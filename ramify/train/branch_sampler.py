@@ -161,7 +161,7 @@ class BranchSampler:
 
 
 def rollout_fork_arguments(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
-    """Return the arguments that make a rollout fork according to ``options``.
+    """Return the arguments that make a rollout fork as specified in ``options``.
 
     Returns no arguments if ``options`` is None. ``limits`` are those of a rollout without forks,
     and are raised to allow for the continuations.

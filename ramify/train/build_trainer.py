@@ -202,7 +202,8 @@ def _evaluator(parts: PreparedTrainingRun, rollouts: RolloutResources) -> Policy
 
 
 class LearnerContext(NamedTuple):
-    """What a learner needs from its training run, such as the run's recorder and training thread.
+    """The parts of a training run that a learner needs, such as the run's recorder and training
+    thread.
 
     The recorder and the thread are shared by all learners of the run. The names are those of the
     learner's policy. A learner trains one policy.
@@ -422,7 +423,7 @@ def teachers_of(
 def _signals(
     parts: PreparedTrainingRun, rollouts: RolloutResources, teachers: TeacherModels | None
 ) -> TrainingSignalSet:
-    """Return the training signals that rollouts provide in addition to the reward."""
+    """Build the training signals that score a run's rollouts in addition to the task's reward."""
     rl = parts.run.rl
     assert rl is not None
     assert isinstance(rl.algorithm, Hybrid)

@@ -1,4 +1,4 @@
-"""Chooses the model for each depth of a rollout, and enforces the budgets of frozen models.
+"""Choose the model for each depth of a rollout, and enforce the budgets of frozen models.
 
     Run.depths = (DepthSpec(), DepthSpec(model="openai:gpt-5-mini"))          a frozen model below
     Run.depths = (DepthSpec(model="anthropic:…"), DepthSpec(temperature=0.8))       a frozen root
@@ -187,8 +187,8 @@ def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
 
 
 def check_frozen_models(depths: Sequence[DepthSpec], frozen: FrozenModelBudget) -> None:
-    """Raise ConfigError if the API key of a frozen model is missing, or if costs are limited but
-    the model's price is unknown."""
+    """Raise ConfigError if a frozen model lacks an API key, or a known price although costs are
+    limited."""
     pool = RateLimitedClientPool()
     for spec in depths:
         if spec.is_frozen and not is_in_process(spec.model):
@@ -268,8 +268,8 @@ class ModelsByCallDepth:
             raise
 
     def take_step_metrics(self) -> dict[str, float]:
-        """Return metrics of the frozen models' use in the current step, and start the next step's
-        budget.
+        """Return metrics of how frozen models were used in the current step, and begin the next
+        step's budget.
 
         They cover the time since the last call of this method. The metrics include cost, calls and
         failures. Returns an empty dict until a frozen model has been asked for the first time.
@@ -341,7 +341,8 @@ class FrozenModelClient:
 
 
 def _sampled_by(request: Request, spec: DepthSpec) -> Request:
-    """Return ``request`` with the temperature set for its call depth, unless the request is greedy.
+    """Return ``request`` with the temperature configured for its call depth, unless it is a greedy
+    request.
 
     A greedy request has temperature 0.
     """

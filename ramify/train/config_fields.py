@@ -1,4 +1,4 @@
-"""Describes a nested configuration's fields: dotted names, types, defaults and meanings.
+"""Describe the fields of a nested configuration: their dotted names, types, defaults and meanings.
 
 It also finds the field that a wrong name probably stands for.
 
@@ -283,7 +283,8 @@ def unknown_field_hint(
 
 
 def _known_part(name: str, every: set[str]) -> tuple[str, str]:
-    """Split a dotted name into its longest known section, with the dot, and the rest."""
+    """Split a dotted name into the longest prefix that is a known section, with its dot, and the
+    rest."""
     parts = name.split(".")
     known = 0
     while known < len(parts) - 1 and ".".join(parts[: known + 1]) in every:

@@ -199,7 +199,8 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
 
 
 class _Context(NamedTuple):
-    """The whole configuration to which overrides apply, and the named values that they may use."""
+    """The whole configuration that is being overridden, and the values that overrides can choose by
+    name."""
 
     config: Any
     choices: Choices
@@ -228,7 +229,8 @@ def _apply_overrides(
 def _set_field(
     value: Any, head: str, assignments: Sequence[ConfigOverride], depth: int, context: _Context
 ) -> Any:
-    """Return the new value of the configuration field ``head`` after its overrides are applied.
+    """Return the new value of the field ``head`` in a configuration section after applying its
+    overrides.
 
     An override of the whole field replaces earlier ones, and later overrides of its parts change
     the result.
@@ -361,7 +363,7 @@ def _problem(error: msgspec.ValidationError, kind: Any, text: str) -> str:
 
 
 def _by_tag(kind: Any, text: str) -> Any:
-    """Create the object that ``text`` names in a tagged union of structs, with default options.
+    """Create an object of the class tagged ``text`` in a union of structs, with default options.
 
     Returns None if no class has this name.
     """

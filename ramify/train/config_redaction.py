@@ -52,7 +52,7 @@ _FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{KINDS}=).+$", re.IG
 
 
 def redact_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration in which every secret is replaced by a mark.
+    """Return a copy of a configuration in which a placeholder replaces every secret.
 
     The configuration is given as plain values. The secrets are also remembered, so that they are
     redacted everywhere else from now on.

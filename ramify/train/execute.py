@@ -1,5 +1,4 @@
-"""Execute a training run: open its resources, train from the beginning or from a checkpoint, and
-close the resources again."""
+"""Execute a training run from the beginning or from a checkpoint, and manage its resources."""
 
 from __future__ import annotations
 

@@ -454,7 +454,7 @@ def _clipped(values: Values, history: StageMetricHistory, limit: float) -> str:
 
 
 class ValidationScore(NamedTuple):
-    """A validation reward, its 95 % interval, and the training reward of the step before it."""
+    """A validation reward with its 95 % interval, and the training reward of the preceding step."""
 
     reward: float
     low: float

@@ -51,7 +51,7 @@ _log = ComponentLogger("train")
 
 
 class PublishedPolicy(NamedTuple):
-    """Where a policy was published: a folder, a hub repository and experiment trackers.
+    """The places where a policy was published: a folder, a hub repository and experiment trackers.
 
     Example:
         train.publish("runs/mine", "hf://me/mine").url
@@ -124,7 +124,8 @@ def _check_run(source: Path) -> None:
 
 
 def _read_trained_policy(source: Path) -> tuple[FinalPolicyInfo, CheckpointedProgress, Run]:
-    """Read which policy the run in ``source`` trained, and the run's state and configuration.
+    """Read the record of the run's final policy, and the run's state and configuration at that
+    point.
 
     Raises ConfigError if the run has not trained a policy.
     """
@@ -319,7 +320,8 @@ def _scores(kept: FinalPolicyInfo, begun: Mapping[str, float]) -> str:
 
 
 class UsedAnswerModes(NamedTuple):
-    """Whether a policy answered questions in training with plain calls, in sessions, or both."""
+    """The ways in which a policy answered questions in training: plain calls, sandboxed sessions or
+    both."""
 
     plain: bool
     """True if short inputs were answered by one plain call."""
@@ -332,7 +334,8 @@ _LOOKED_AT = 20
 
 
 def _answer_ways(run: Run, *, direct: bool) -> UsedAnswerModes:
-    """Return whether the policy answered training questions with plain calls, in sessions, or both.
+    """Return the ways in which the policy answered training questions: plain calls, sessions or
+    both.
 
     ``direct`` is true if it was trained with plain calls; then the validation items tell whether
     some of them need a session.

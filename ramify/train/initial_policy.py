@@ -282,6 +282,6 @@ def _texts(demonstrations: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _texts_by_call(trajectory: Trajectory) -> Iterator[list[str]]:
-    """Yield a list of message texts for each call in ``trajectory``."""
+    """Yield the contents of the messages of each call in ``trajectory``, as one list per call."""
     for call in trajectory.calls:
         yield [message.content for message in trajectory.conversation(call)]

@@ -349,7 +349,8 @@ def _attach(
 
 
 class EngineWeightState(enum.Enum):
-    """Whether the inference engines are awake, and whether they have the newest weights."""
+    """The state of the inference engines: answering with the newest weights, with older ones, or
+    asleep."""
 
     CURRENT = "current"
     """The engines answer with the newest weights."""

@@ -1,5 +1,4 @@
-"""Records a run's lineage: the points at which it was resumed or forked, and how its configuration
-changed.
+"""Record a run's lineage: when it was resumed or forked, and how its configuration changed.
 
     OUT/lineage.jsonl   {"step": 40, "checkpoint": "runs/a/checkpoints/step-000040",
                          "changes": [{"field": "rl.steps", "was": 40, "now": 80}]}

@@ -499,8 +499,7 @@ class RolloutCpuMeter:
         self._loop_s, self._sessions_s = time.thread_time(), descendant_cpu_s()
 
     def measure_and_restart(self) -> dict[str, float]:
-        """Return the CPU time since the meter was last restarted as metrics, and restart the
-        meter."""
+        """Return metrics of the CPU time used since the last restart, and restart the meter."""
         loop_s, sessions_s = self._loop_s, self._sessions_s
         engine = self._paces()
         self._loop_s, self._sessions_s = time.thread_time(), descendant_cpu_s()
@@ -514,7 +513,8 @@ class RolloutCpuMeter:
 
 
 def engine_timing_metrics(timing: EngineStepTotals) -> Iterator[tuple[str, float]]:
-    """Yield the name and the value of each metric of one kind of engine step."""
+    """Yield the name and the value of each metric about one kind of engine step, such as prefill
+    steps."""
     prefix = f"batch{timing.sequences}.{'prefill' if timing.reads else 'decode'}"
     yield f"{prefix}/steps", float(timing.steps)
     yield f"{prefix}/tokens", float(timing.tokens)

@@ -285,7 +285,7 @@ def loss_of(objective: PaperObjective, recipe: LossSpec) -> LossSpec:
 
 
 def replace_estimator(algorithm: Any, inner: Any) -> Any:
-    """Return a training algorithm in which ``inner`` is the advantage estimator.
+    """Return the training algorithm with ``inner`` as its advantage estimator.
 
     If the algorithm wraps estimators, the rest is unchanged: a hybrid keeps its other terms, and
     ``by_task`` keeps the estimators of the tasks that it lists.

@@ -53,7 +53,7 @@ class RunNumericPrecision(NamedTuple):
         return self.engine, "float32" if self.trainer == "fp32" else "bfloat16"
 
     def canary_limits(self, run: Run) -> CanaryTolerance:
-        """Return the largest allowed log-probability difference between engine and trainer on the
+        """Return the limits for the log-probability differences between engine and trainer on the
         canary.
 
         The canary is a test reply. It is the larger of the limits for their two precisions, or

@@ -125,8 +125,7 @@ def preset_named(name: str) -> ExternalTrainerPreset:
 
 
 def override_choices(name: str | None) -> Choices:
-    """Return the configuration fields whose values can be chosen by name, and how each choice is
-    built.
+    """Return the functions that build values chosen by name, keyed by configuration field.
 
     Overrides such as ``rl.objective=grpo`` choose such a value. With a preset, the named objects
     get the options of the preset.
@@ -147,7 +146,7 @@ def _builders_by_field(preset: ExternalTrainerPreset) -> dict[str, NamedConfigBu
 
 
 def with_preset_objective(run: Run, name: str, objective: str) -> Run:
-    """Return ``run`` with an objective as it is computed by the trainer of the preset ``name``.
+    """Return ``run`` with an objective that is computed as in the trainer of the preset ``name``.
 
     Raises ConfigError, which lists the available objectives, if the trainer does not have this one.
     """

@@ -140,7 +140,7 @@ _WINDOWS = (512, 32_768)
 
 
 def suggested_vocabulary_size(num_chars: int) -> int:
-    """Return a suitable vocabulary size for texts of ``num_chars`` characters.
+    """Return a suitable vocabulary size for training data of ``num_chars`` characters.
 
     It is the power of two below the square root of that number, because the number of distinct
     words in a text grows as the root of its length (Heaps' law).

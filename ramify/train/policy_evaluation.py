@@ -69,7 +69,7 @@ def report(
     *,
     max_failed: float,
 ) -> dict[str, float]:
-    """Report the mean reward of all scored rollouts, overall and by kind of task item.
+    """Return the mean reward of all scored rollouts as metrics, overall and by kind of task item.
 
     The overall mean has a 95 % confidence interval. The result also contains the metrics of the
     task's score, and pass@k for k up to n if there are n > 1 attempts per item. If the share of

@@ -106,8 +106,7 @@ class Learners:
     # --- a step
 
     def log_data_notes(self, stage: TrainingStage, work: StepData, where: str) -> dict[str, float]:
-        """Log the notes about a step's data, and warn about policies that have nothing to learn
-        from.
+        """Log the messages about a step's data, and warn about policies that cannot learn from it.
 
         Returns metrics that mark these policies.
         """

@@ -60,8 +60,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
 
 def check_component_names(run: Run) -> None:
-    """Check that the names of components in the recipe are valid: the backend, the sandbox and the
-    sources of demonstrations.
+    """Check the recipe's names of components: its backend, sandbox and sources of demonstrations.
 
     Nothing is imported for this.
     """
@@ -92,7 +91,7 @@ def check_component_names(run: Run) -> None:
 
 
 def _stored_runs_in(folder: str) -> str:
-    """Return the folder below which the runs of ``folder`` are stored.
+    """Return the folder in which to look for stored runs, given a store or a training run's folder.
 
     It is the subfolder ``rollouts`` of ``folder`` if that exists, and otherwise ``folder`` itself.
     A training run saves its rollouts in that subfolder.
@@ -584,10 +583,11 @@ def check_folder(out: Path) -> None:
 
 
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
-    """Raise ConfigError if the first message of the task leaves no room for a reply in the policy's
-    context window, since every rollout would fail.
+    """Raise ConfigError if a task item's first prompt leaves no room for a reply in the context
+    window.
 
-    Prompts that an agent writes are not checked, because they are not known yet.
+    Every rollout of such an item would fail. Prompts that an agent writes are not checked, because
+    they are not known yet.
     """
     if getattr(task, "writes_prompts", False):
         return
@@ -640,7 +640,7 @@ def warn_missing_chat_template(policy: Policy) -> None:
 
 
 def first_prompt(scaffold: Scaffold, run: Run, task: Task, item: Item) -> list[Message]:
-    """Return the messages with which the root call for a task item begins.
+    """Return the messages at the start of the root call for a task item.
 
     If an agent writes the prompt itself, the beginning of the question is used instead.
     """

@@ -64,10 +64,10 @@ class ResolvedTrainingRun:
 
 
 def resolve(given: Run, resume: Path | None = None) -> ResolvedTrainingRun:
-    """Check everything about a run that can be checked without weights, and load the task and other
-    components that its recipe names.
+    """Check a run as far as possible without its weights, and load the components that its recipe
+    names.
 
-    ``resume`` is the folder of a run or one of its checkpoints.
+    The components include the task. ``resume`` is the folder of a run or one of its checkpoints.
 
     Raises ConfigError for mistakes in the recipe, and StoreError for a damaged checkpoint. No
     tensor library is imported before the checks that do without one, so that mistakes are reported

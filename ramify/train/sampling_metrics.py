@@ -310,7 +310,7 @@ def kl(drawn: Floats, other: Floats) -> float:
 def probe_sequences(
     groups: Sequence[Group], temperature: float | Callable[[Call], float], step: int
 ) -> list[TokenSequence]:
-    """Select the calls to probe in a step, and return each as a sequence of all its sampled tokens.
+    """Select the calls to probe in a step, and return their sampled tokens as token sequences.
 
     A hash of their names selects the calls, so a resumed run selects the same ones.
     """
@@ -354,8 +354,8 @@ def _has_logprobs(call: Call) -> bool:
 
 
 def _size(call: Call) -> int:
-    """Return the length of a call's token sequence: the prompt and reply tokens added by its
-    turns."""
+    """Return the number of prompt and reply tokens that a call's turns add to its token
+    sequence."""
     replies = [turn.reply for turn in call.turns]
     return sum(len(each.prompt_ids or ()) + len(each.token_ids or ()) for each in replies)
 

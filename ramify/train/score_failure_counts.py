@@ -27,7 +27,7 @@ numbers."""
 
 
 class ScoreFailureCounts(msgspec.Struct, frozen=True):
-    """How many rollouts of a training step could not be scored, and why."""
+    """The number of rollouts in a training step that could not be scored, and the reasons."""
 
     num: int
     """Number of rollouts that could not be scored."""

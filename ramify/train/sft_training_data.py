@@ -1,5 +1,4 @@
-"""Prepare the training data of supervised fine-tuning: turn demonstrations and stored trajectories
-into token sequences.
+"""Turn demonstrations and stored trajectories into token sequences for supervised fine-tuning.
 
 Demonstrations may come from a file or data set of conversations: JSONL, Parquet or ``hf:NAME``,
 where each row has ``messages``.
@@ -159,7 +158,7 @@ def are_plain_calls(demonstrations: Sequence[DemonstrationSet], scaffold: Scaffo
 
 
 def _has_action(message: Message, scaffold: Scaffold) -> bool:
-    """Return True if a reply acts: it contains code to run, a tool call or a final answer."""
+    """Return True if a reply contains an action: code to run, a tool call or a final answer."""
     if scaffold.raw_code:  # any text is code there
         return bool(message.tool_calls) or "FINAL" in message.content
     action = scaffold.read(message)

@@ -116,7 +116,8 @@ class StageDataSource(Protocol):
         ...
 
     def data_position(self) -> tuple[int, list[int]]:
-        """Return the next new task item and the task items in progress, for a checkpoint.
+        """Return the next new task item and the items in progress, so that a run can resume from a
+        checkpoint.
 
         Both are given as item indices.
         """
@@ -179,8 +180,7 @@ class TrainingStage(Protocol):
 
     @property
     def others(self) -> Mapping[str, TrainingStage]:
-        """The corresponding stages of the other policies trained on the same rollouts, by policy
-        name.
+        """The stages of the other policies that learn from the same rollouts, keyed by policy name.
 
         Each policy has its own optimizer and assigns its own credit.
         """
@@ -211,7 +211,7 @@ class TrainingStage(Protocol):
     def open_data_source(
         self, next_item: int, pending: Sequence[int]
     ) -> AbstractAsyncContextManager[StageDataSource]:
-        """Open the stage's data source at a position from a checkpoint.
+        """Open the stage's data source at a position that was stored in a checkpoint.
 
         ``next_item`` is the index of the next new item, and ``pending`` holds the indices of the
         items that were in progress.

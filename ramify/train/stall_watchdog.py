@@ -124,7 +124,8 @@ class StallWatchdog:
             _fail_wait(wait, self._failed)
 
     def end_waits(self, by: str) -> None:
-        """End all current and later waits that may be cut off (``can_stop``) with StoppedBySignal.
+        """End all current and later waits that have ``can_stop`` set, by raising StoppedBySignal in
+        them.
 
         ``by`` is the signal's name. Call this in the event loop's thread.
         """

@@ -51,7 +51,8 @@ T = TypeVar("T")
 
 
 class PolicyEvaluationPlan(NamedTuple):
-    """How a training run evaluates its policy: with which function, on which splits and when."""
+    """The evaluation plan of a training run: the evaluation function, the splits, and the policy to
+    keep."""
 
     of: Callable[[str], Awaitable[Mapping[str, float]]] | None
     """Evaluates a split and returns its metrics, prefixed with its name: ``{"validation/reward":
@@ -295,8 +296,7 @@ class Trainer:
 
     @property
     def _repair_advice(self) -> str:
-        """Return advice on continuing after a repair, for an error message about failed
-        rollouts."""
+        """Advice on how to continue after a repair, for an error message about failed rollouts."""
         if self.record.checkpoints.latest() is None:
             return ""
         return f"; repair that, and continue with: ramify train --resume {self.record.out}"

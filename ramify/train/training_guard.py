@@ -270,7 +270,8 @@ def _check_scores(
     values: Mapping[str, float],
     verdict: TrainingGuardVerdict,
 ) -> None:
-    """Decide whether the run ends because most answers cannot be scored and nothing is learned.
+    """Decide whether the run ends because most answers cannot be scored and the policy is not
+    learning.
 
     Further steps would not change that.
     """

@@ -12,7 +12,7 @@ AGENT_RECORD = "agent"
 
 
 class AgentExitReason(enum.StrEnum):
-    """How an external agent ended its work, for example normally, with a crash or at its time
+    """The way in which an external agent's work ended, such as normally, by a crash or at its time
     limit.
 
     >>> train.AgentExitReason("hung") is train.AgentExitReason.HUNG

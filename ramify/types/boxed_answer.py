@@ -1,4 +1,4 @@
-r"""Find the last ``\boxed{…}`` in a text.
+r"""Find the last ``\boxed{…}`` in a model's reply.
 
 Models that reason before they answer mark their final answer this way.
 
@@ -36,7 +36,8 @@ def last_boxed(text: str, tail_chars: int | None = TAIL_CHARS) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    """Return the start and end of the contents of each complete box, ordered by end."""
+    """Return the start and the end of the contents of each complete box, in the order of their
+    ends."""
     boxes: list[tuple[int, int]] = []
     open_braces: list[int] = []
     """Start of the contents of each open brace, or -1 for a brace that does not open a box."""

@@ -222,7 +222,7 @@ class RunResumed(Event, frozen=True, tag="RunResumed"):
 
 
 class ModeChosen(Event, frozen=True, tag="ModeChosen"):
-    """A run's way of answering its question was chosen: a session, a plan or one plain call.
+    """It was chosen how a run answers its question: in a session, with a plan or by one plain call.
 
     The event also gives the reason.
 
@@ -330,7 +330,7 @@ TASK = "task"
 
 
 def add_failed_attempt(trajectory: Trajectory, event: RequestAttemptFailed) -> None:
-    """Add the error of a failed attempt to get a model's reply to the errors of a run.
+    """Record the error of a failed attempt to get a model's reply in the trajectory of the run.
 
     An attempt that was not seen to fail, because its run ended first, is only a warning: it may
     have been billed twice.

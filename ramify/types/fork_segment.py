@@ -1,4 +1,4 @@
-"""Divide a forked root call into segments and the paths (lines) through them.
+"""Divide a forked root call into segments, and trace the paths (lines) through these segments.
 
 A root call is forked if several continuations start from one of its turns. A segment is the turns
 between two forks. A line is one path through the segments, from the question to one of the ends.
@@ -40,7 +40,8 @@ class ForkSegment(NamedTuple):
     """
 
     def path_ends(self, share: float = 1.0) -> Iterator[tuple[Call, float]]:
-        """For each path through this segment, yield its last call and its fraction of the rollout.
+        """Yield the last call of each path through this segment, and the path's fraction of the
+        rollout.
 
         These fractions add up to ``share``, the fraction of this segment.
         """

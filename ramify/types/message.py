@@ -48,7 +48,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 def escape_surrogates(text: str) -> str:
-    """Return ``text`` with the characters that UTF-8 cannot encode escaped.
+    """Escape the characters of ``text`` that UTF-8 cannot encode, and return the result.
 
     Lone surrogates are replaced by escapes.
     """
@@ -56,7 +56,7 @@ def escape_surrogates(text: str) -> str:
 
 
 def escape_message_surrogates(message: Message) -> Message:
-    """Return ``message`` with the characters escaped that UTF-8 cannot encode.
+    """Return a copy of ``message`` in which characters that UTF-8 cannot encode are escaped.
 
     Lone surrogates are replaced by escapes.
     """

@@ -43,7 +43,7 @@ def kind_of_answer(answer: Any, text: str) -> str:
 
 
 class RunCallNode(msgspec.Struct, gc=False):
-    """One call in the tree of a run, as live views show it.
+    """One call in a run's call tree, with the data that live views show.
 
     A call is one model request or one recursive session.
 

@@ -33,7 +33,7 @@ _CLAUSE_END = lazy_pattern(r"[:;,.?!](?=\s|$)|\n|\s[(\[{]")
 
 
 class SiblingQuestionStore:
-    """The questions of sibling calls, in order.
+    """The questions of sibling calls, in the order in which the calls were made.
 
     Siblings are calls that one code cell made. Only the parts in which the questions differ are
     stored.

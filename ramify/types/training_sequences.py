@@ -50,8 +50,11 @@ class SamplingMask(msgspec.Struct):
 
 
 class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
-    """One path through the turns of a call, from its first to its last token, with the values that
-    training needs for each token."""
+    """The token ids of one path through a call's turns, and the per-token values that training
+    needs.
+
+    The path runs from its first to its last token.
+    """
 
     token_ids: Ints
     """Ids of the T tokens, [T]."""

@@ -86,8 +86,8 @@ class TracedExpression(msgspec.Struct, frozen=True):
 
 
 class CellValueOrigins(msgspec.Struct):
-    """The origins of one code cell's values: prints, last expression, prompts sent and variables
-    used."""
+    """The origins of the values in one code cell: of its prints, last expression, prompts and
+    variables."""
 
     is_parsed: bool = True
     prints: list[ValueOrigin] = []

@@ -63,7 +63,8 @@ class FileChangeFeed(Generic[T]):
         return self.watched
 
     async def call_locked(self, look: Callable[[T], R]) -> R:
-        """Call ``look`` on the watched object in a thread, holding its lock, and return the result.
+        """Call ``look`` on the watched object in a thread while holding its lock, and return the
+        result.
 
         The object cannot change during the call.
         """

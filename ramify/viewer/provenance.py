@@ -44,7 +44,8 @@ _MAX_SHOWN = 200
 
 
 class TextProvenanceLink(msgspec.Struct, omit_defaults=True):
-    """A link from a piece of text in a call to the calls that the text came from."""
+    """A link from a piece of text in a call to the calls, the output or the prompt that it came
+    from."""
 
     turn: int
     """Turn that contains the text, or -1 for the answer and the question."""
@@ -67,7 +68,7 @@ class TextProvenanceLink(msgspec.Struct, omit_defaults=True):
 
 
 def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
-    """Find the links that show where the values of the call ``id`` came from.
+    """Return the links that show where the values of the call ``id`` came from.
 
     Raises StoreError if there is no such call.
     """
@@ -137,7 +138,7 @@ class _CallLinks:
     def _outputs(
         self, flow: CellValueOrigins, stdout: str, value: str
     ) -> Iterator[tuple[str, str, int, ValueOrigin]]:
-        """Yield the outputs of a cell as (kind of output, text, offset of the text, origin).
+        """Yield the outputs of a cell, each as (kind of output, text, offset of the text, origin).
 
         If each print wrote one line, the standard output is yielded line by line.
         """
@@ -171,7 +172,7 @@ class _CallLinks:
     def _link_text(
         self, place: tuple[int, int, str], text: str, start: int, flow: ValueOrigin
     ) -> None:
-        """Link the values in a text to the calls that they came from, given the text's origin
+        """Link the values in ``text`` to the calls that they came from, given the text's origin
         ``flow``.
 
         A value that a sub-call returned is linked to that call. The rest of the text is linked to
@@ -194,7 +195,7 @@ class _CallLinks:
         flow: ValueOrigin,
         spans: Sequence[ReturnedValueSpan],
     ) -> None:
-        """Link computed numbers in a text to the calls that they were computed from.
+        """Link computed numbers in ``text`` to the calls from whose results they were computed.
 
         Numbers that a call returned are already linked. A text without numbers or returned values
         is linked as a whole.
@@ -234,7 +235,8 @@ class _CallLinks:
             self._from_variables(text, flow)
 
     def _from_variables(self, text: str, flow: ValueOrigin) -> None:
-        """Link an answer computed from the context to the variables used and to an output.
+        """Link an answer computed from the context to the variables and the output that it came
+        from.
 
         The output is the last one that shows the context.
         """

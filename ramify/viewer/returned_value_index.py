@@ -155,7 +155,7 @@ _MAX_LEAVES = 500
 
 
 def _key(text: str) -> Any:
-    """Return a lookup key for a value, which is the same for equal values.
+    """Return a lookup key for a returned value, such that equal values have equal keys.
 
     For example, 30,102 and 30102.0 are the same number.
     """
@@ -201,7 +201,8 @@ class ValueOriginIndex:
         return frozenset(found) if len(found) <= MAX_SOURCES else frozenset()
 
     def guess_source_calls(self, value: Any) -> frozenset[str]:
-        """Guess which calls returned a literal in the code, or the numbers in it.
+        """Guess which calls returned a literal that occurs in the code, or the numbers in this
+        literal.
 
         Returns the ids of these calls. Values that are too short to identify a call are ignored.
         """
@@ -232,9 +233,8 @@ class ValueOriginIndex:
 
 
 def is_distinctive(text: str) -> bool:
-    """Return True if a text is long enough that an equal text elsewhere is unlikely to be a
-    coincidence.
-    """
+    """Return True if a string is long enough that an equal string elsewhere is hardly a
+    coincidence."""
     if NUMBER.fullmatch(text):
         return sum(letter.isdigit() for letter in text) >= 3
     return len(text) >= _MIN_TEXT
@@ -268,7 +268,7 @@ def leaves(answer: Any) -> Iterator[str]:
 
 
 class ReturnedValueSpan(msgspec.Struct, frozen=True):
-    """A range ``[start, end)`` of a text that shows a value which ``calls`` returned."""
+    """A range ``[start, end)`` of a string that shows a value returned by ``calls``."""
 
     start: int
     end: int

@@ -94,13 +94,13 @@ class RunCallTree:
         return marked
 
     def record_unreadable_line(self, offset: int) -> None:
-        """Count a journal line that could not be read or applied to the tree."""
+        """Record the offset of a journal line that could not be read or applied to the tree."""
         self.version += 1
         self._starts.append(offset)
         self._before.append(-1)
 
     def lines_of(self, node: RunCallNode, after: int = -1) -> list[tuple[int, int]]:
-        """Return the journal lines about the call ``node`` that follow line ``after``.
+        """Return the journal lines after line ``after`` that concern the call ``node``.
 
         Each has its number, from 0, and its byte offset.
         """
@@ -246,9 +246,8 @@ class _Reading:
         return self._detail
 
     def _note_token_errors(self, detail: CallDetail, event: AnyEvent) -> None:
-        """Add a note to the turn of a reply if ``TrajectoryBuilder`` reported that the reply's
-        token ids are inconsistent.
-        """
+        """Add a note to a reply's turn if ``TrajectoryBuilder`` found the reply's token ids
+        inconsistent."""
         errors = self._fold.trajectory.errors
         if isinstance(event, ReplyReceived) and len(errors) > self._num_errors:
             detail.notes.append(CallEventNote(event.at_s, event.turn, "note", errors[-1]))

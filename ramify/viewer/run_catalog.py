@@ -141,7 +141,7 @@ class EvalMatrixListRow(msgspec.Struct, omit_defaults=True):
 
 
 class UnreadableFileRow(msgspec.Struct):
-    """A file or folder that cannot be shown, with the reason."""
+    """A file or folder that cannot be shown, and the reason why."""
 
     path: str
     text: str
@@ -312,8 +312,8 @@ class RunCatalog:
 
     @property
     def location_names(self) -> list[str]:
-        """The paths or names of the given folders, files and stores, which the page shows at its
-        top."""
+        """The paths or names of the folders, files and stores given to the viewer, shown at the top
+        of the page."""
         return [str(place) for place in self._places]
 
     # --- lists
@@ -475,8 +475,8 @@ class RunCatalog:
         return sorted(rows, key=lambda row: -row["started_at"])
 
     def map_detail(self, key: str) -> dict[str, Any]:
-        """Return the summary and rows of the map (one question asked of many rows) at address
-        ``key``.
+        """Return the summary and the rows of the map (one question asked about many rows) at
+        address ``key``.
 
         Each row has the address of its run, or an empty string. Raises StoreError if the map does
         not exist.

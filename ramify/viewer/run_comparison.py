@@ -35,7 +35,7 @@ such call.
 
 
 def overview_and_calls(run: WatchedRun) -> tuple[dict[str, Any], list[RunCallNode]]:
-    """Return a run's overview and the list of its calls.
+    """Return a run's overview and the list of its calls, for a comparison with other runs.
 
     ``match_calls`` compares such lists.
     """

@@ -108,11 +108,11 @@ class ViewerSource(NamedTuple):
         return str(self.path or self.store)
 
     def key_of_run(self, id: str) -> str:
-        """Return the address of the run ``id`` in the store at this place."""
+        """Return the address of the run ``id`` in the store of this source."""
         return id if self.number == 0 else f"p{self.number}:{id}"
 
     def key_of_path(self, path: Path) -> str:
-        """Return the address of a file or folder below this place.
+        """Return the address of a file or folder that belongs to this source.
 
         The address of a journal in a store is that of its run.
         """
@@ -162,7 +162,8 @@ class ViewerSources:
         return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
 
     def stored_maps(self) -> Iterator[tuple[ViewerSource, StoredTableMap]]:
-        """Yield the stored maps of all stores, with their latest results.
+        """Yield every stored map and the source that contains it, including the map's latest
+        results.
 
         A map asks one question about many rows. Unreadable maps are skipped.
         """
@@ -173,8 +174,8 @@ class ViewerSources:
                         yield place, self._maps.get_table(path)
 
     def find_map(self, key: str) -> tuple[ViewerSource, StoredTableMap]:
-        """Find the map (one question asked of many rows) at address ``key``, and return it with its
-        source.
+        """Find the map (one question asked about many rows) at address ``key``, and return it with
+        its source.
 
         Raises StoreError if the map does not exist.
         """
@@ -184,7 +185,7 @@ class ViewerSources:
         return place, self.load_map(place, name)
 
     def load_map(self, place: ViewerSource, id: str) -> StoredTableMap:
-        """Return the map ``id`` (one question asked of many rows) from the store at ``place``.
+        """Return the map ``id`` (one question asked about many rows) from the store at ``place``.
 
         Raises StoreError if it does not exist.
         """
@@ -225,7 +226,8 @@ class ViewerSources:
         return next((place.key_of_run(id) for place in self._all if place.store is store), None)
 
     def _split(self, key: str) -> tuple[ViewerSource | None, str, bool]:
-        """Split an address into its place and the path or run id within that place.
+        """Split an address into its place (a store, file or folder) and the path or run id within
+        that place.
 
         For example, ``p3/a.jsonl:7`` is the path ``a.jsonl:7`` in place 3.
 

@@ -147,7 +147,7 @@ def _columns(
 
 
 def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict[str, float]:
-    """Return the mean of each call's per-turn values that training recorded, by call id.
+    """Return the mean of each call's per-turn values from training, keyed by call id.
 
     Each turn has the same weight.
 

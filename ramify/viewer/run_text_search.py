@@ -1,4 +1,4 @@
-"""Search the texts of one run for a query.
+"""Search the questions, replies, code and other text of one run for a query.
 
 A journal is read line by line, and only lines that contain the bytes of the query are decoded. This
 way, a run of many megabytes is searched without holding it in memory.
@@ -36,7 +36,7 @@ TextPlace = tuple[str, int, str, str]
 
 
 def search(run: WatchedRun, query: str) -> dict[str, Any]:
-    """Search the texts of a run for ``query``, ignoring case.
+    """Return the matches for ``query`` in the text of a run, ignoring case.
 
     Returns at most ``MAX_HITS`` matches, in the order of the calls. The field ``more`` is true if
     there are others.

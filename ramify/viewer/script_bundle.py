@@ -93,7 +93,7 @@ def _modules() -> dict[str, str]:
 
 
 def _add(name: str, done: dict[str, str]) -> None:
-    """Add a JavaScript module to ``done``, after all modules that it imports."""
+    """Add a JavaScript module to the bundle ``done``, after all modules that it imports."""
     source = (STATIC / name).read_text(encoding="utf-8")
     for names, other in _IMPORT.findall(source):
         if other in done:
@@ -220,7 +220,7 @@ def _cited_texts(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, 
 
 
 def _encode_for_html(value: Any) -> str:
-    """Encode a value as JSON that is harmless inside HTML, because it contains no end tags or
+    """Encode a value as JSON that is safe to embed in HTML, because it has no end tags or
     comments."""
     try:
         text = msgspec.json.encode(value).decode()

@@ -83,10 +83,9 @@ def sources(run: WatchedRun) -> dict[str, Any]:
 
 
 def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
-    """Return ``NUM_LINES`` lines of the text named ``key`` in the run's context, starting shortly
-    before ``line``.
+    """Return ``NUM_LINES`` lines of one text in a run's context, starting shortly before ``line``.
 
-    Raises StoreError if there is no such text.
+    ``key`` is the name of the text. Raises StoreError if there is no such text.
     """
     context = run.tree.run_data.context
     if context is None:

@@ -230,7 +230,8 @@ class TrainingCurves:
         }
 
     def _note_other_changes(self) -> None:
-        """Look for changes in the data other than the curves, and record them.
+        """Detect changes in the data other than the curves, and record the version in which each
+        occurred.
 
         Other files in the folder can change while the metrics get no new line; such a change is
         assigned to the next version.
@@ -472,8 +473,8 @@ class EvaluationReportCache:
     def _compare_with(
         self, evaluation: EvaluationResult, other: str
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the score difference from the evaluation ``other``, and the task items that
-        changed.
+        """Return the score difference from the evaluation ``other``, and the task items whose
+        scores changed.
 
         An item changed if it improved or got worse.
         """

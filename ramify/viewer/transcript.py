@@ -84,7 +84,7 @@ def transcript(
 
 
 class _TextCutter:
-    """A function object that shortens texts which are too long for the page.
+    """A callable that shortens strings that are too long to show on the page.
 
     A short text is returned unchanged, and a longer one as ``{"text": …, "chars": N}`` with its
     full length N.
@@ -156,7 +156,7 @@ def _cell_data(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
 
 
 def _tool_data(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
-    """Return what the page shows about one call of a tool that the user provided.
+    """Return the data that the page shows about one call of a user-provided tool.
 
     The result is decoded from the session's encoding.
     """
@@ -230,7 +230,8 @@ def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
 
 
 def _to_openai_message(message: Message) -> dict[str, Any]:
-    """Return a message as it was sent, in the OpenAI chat format."""
+    """Convert a message to the OpenAI chat format in which it was sent, with pictures given by name
+    or hash."""
     sent: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         sent["tool_calls"] = [
@@ -280,7 +281,7 @@ def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -
 
 
 def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[float]]:
-    """Return the scores of a turn's sampled tokens, by the name of the score.
+    """Return the scores of a turn's sampled tokens, keyed by score name.
 
     A score is left out unless it has one value for each of the ``num`` tokens.
     """

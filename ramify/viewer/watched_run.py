@@ -89,7 +89,7 @@ class WatchedRun:
 
     @property
     def review_key(self) -> str:
-        """The key of this run's reviews in the reviews file."""
+        """The key under which this run's reviews are stored in the reviews file."""
         return self.source.id if self.line is None else self.tree.run_data.id
 
     @property

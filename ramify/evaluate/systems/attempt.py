@@ -1,4 +1,4 @@
-"""Run attempts whose model requests go through a metering proxy.
+"""Run evaluation attempts whose requests to the model are counted by a metering proxy.
 
 Another system, or a run of Ramify, answers an item, and the task scores the answer.
 
@@ -176,7 +176,7 @@ async def attempt_with_system(
 
 
 def _seat_name(job: EvaluationSetup, item: Item, number: int, system: str) -> str:
-    """Return the name by which errors and the metering proxy identify an evaluation attempt."""
+    """Return the name of an evaluation attempt for errors and for the metering proxy."""
     where = "" if job.record is None else f" in {job.record.id}"
     return f"{item.id}/{number} of {system}{where}"
 
@@ -245,7 +245,7 @@ def _missing_answer_reason(given: EvaluatedSystemAnswer, seat: MeteredModelAcces
 
 
 def _describe_failure(given: EvaluatedSystemAnswer, seat: MeteredModelAccess) -> str:
-    """Return a full sentence on why a system gave no answer, or an empty string if it did."""
+    """Return a sentence that says why a system gave no answer, or an empty string if it did."""
     if given.answer is not None:
         return ""
     return f"{BUDGET}: {seat.refusal}" if seat.exhausted is not None else given.failure

@@ -166,12 +166,12 @@ class MeteredModelAccess:
         )
 
     def __repr__(self) -> str:
-        """Return a description without the key, so that the key never appears in a log."""
+        """Return a description without the API key, so that the key never appears in a log."""
         return f"MeteredModelAccess({self.name!r}, {self.base_url!r}, usage={self.usage})"
 
 
 class EvaluatedSystemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The result of a system for one task item: an answer, or the reason for its failure."""
+    """What a system returned for one task item: its answer, or the reason why it failed."""
 
     answer: str | None = None
     """Answer of the system; None if it gave none."""

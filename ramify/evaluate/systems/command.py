@@ -52,10 +52,10 @@ class CommandLineSystem:
     """
 
     def __init__(self, command: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Create a system from a command line, whose placeholders are filled in for each task item.
+        """Create a system from a command line with placeholders such as ``{question}``.
 
-        Raises ConfigError if the command has no ``{question}``, has an unknown placeholder, or
-        names a program that does not exist.
+        The placeholders are filled in for each task item. Raises ConfigError if the command has no
+        ``{question}``, has an unknown placeholder, or names a program that does not exist.
         """
         words = split_command(command, PLACEHOLDERS, _WHERE)
         if not any("{question}" in word for word in words):

@@ -46,7 +46,7 @@ is stopped."""
 
 
 class _PeerResult(msgspec.Struct):
-    """The result of one task item, as a peer library's program writes it to a file.
+    """The result for one task item that a peer library's program writes to a file.
 
     The program is ``peer_library_program.py``.
     """

@@ -1,5 +1,4 @@
-"""Run a program that answers one item (a question of a task), in a separate process with limits on
-its time and its output.
+"""Run a program that answers one task item, and limit its running time and its output.
 
     words, variables ──> ChildProcess ── output ──> ProgramOutcome
                               │ too late, or too much output: SIGTERM, then SIGKILL
@@ -102,7 +101,7 @@ def _variables_of(seat: MeteredModelAccess) -> dict[str, str]:
 
 
 def _last_words(errors: str, seat: MeteredModelAccess) -> str:
-    """Return the last error output of a program in one line, without the model's API key."""
+    """Return the end of a program's error output as one line, without the model's API key."""
     lines = [line.strip() for line in errors.replace(seat.key, "KEY").splitlines() if line.strip()]
     return replace_unprintable(" | ".join(lines)[-_QUOTED:])
 

@@ -375,7 +375,7 @@ def _skypilot_files(
 
 
 def _parse_option(text: str) -> object:
-    """Convert the value of a scheduler option to a number or a boolean if it denotes one.
+    """Convert the value of a scheduler option to a number or a boolean if it looks like one.
 
     For example, ``"50"`` becomes 50. Other texts stay unchanged.
     """

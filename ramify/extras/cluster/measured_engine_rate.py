@@ -147,7 +147,7 @@ def fit(
 
 
 def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, ...]:
-    """Divide a measured run into time windows, and return an engine's work in each window.
+    """Divide the time of a measured run into windows, and return an engine's work in each window.
 
     Return four arrays with one value per window: busy seconds, steps of one engine, tokens that it
     sampled, and prompt tokens that it read. The tokens of a request are spread evenly over its
@@ -177,7 +177,7 @@ def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, .
 
 
 def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
-    """Return the number and total speed of running requests after each request's start or end.
+    """Return how many requests run, and how fast together, after each request's start or end.
 
     The result is three arrays: times, running requests, and tokens per second.
     """
@@ -298,7 +298,7 @@ def non_negative_least_squares(
 def rate_from_steps(
     measured: Iterable[tuple[int, float]], prompt_token_s: float, request_s: float = 0.0
 ) -> InferenceEngineSpeed:
-    """Create an engine's speed model from measured seconds per step at several concurrencies.
+    """Build an engine's speed model from its seconds per step, measured at several concurrencies.
 
     A step with more sequences is assumed to take at least as long.
     """

@@ -107,7 +107,8 @@ def estimate_engine_memory(
 
 
 def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimate:
-    """Estimate the RAM of the empty sessions in one rollout worker or in the run's own process.
+    """Estimate the RAM that empty sandboxed sessions need in a rollout worker or the run's own
+    process.
 
     The run's own process holds the sessions if there are no rollout workers. Sessions of child
     calls and the data that code creates need more, which is not included because their size is
@@ -157,7 +158,7 @@ def kv_cache_bytes(
     slots: int,
     limit: int | None,
 ) -> int:
-    """Return the size of a full KV cache in bytes.
+    """Return the size in bytes of an inference engine's KV cache when it is full.
 
     It is full when every slot holds a sequence as long as the context window. A slot holds one of
     the concurrent sequences. The cache is never larger than ``limit``.

@@ -130,7 +130,7 @@ class ModelParameterCounts(msgspec.Struct, frozen=True):
 
 
 def model_shape_from_config(config: Any, lora: LoraSpec | None = None) -> ModelParameterCounts:
-    """Return the model shape of a Hugging Face config, including LoRA adapters if given."""
+    """Compute a model's sizes from its Hugging Face configuration and optional LoRA adapters."""
     from ramify.models.load import context_window_from_config
     from ramify.train.backends.activation_memory import layers_of
     from ramify.train.backends.meta_model import build_meta_model

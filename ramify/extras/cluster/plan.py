@@ -115,7 +115,7 @@ class ClusterResourcePlan(msgspec.Struct, frozen=True):
 
 
 def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResourcePlan:
-    """Return a plan of how a run uses a cluster: its nodes, its memory and its step time.
+    """Plan how a run uses a cluster: on which nodes, with how much memory, and at what step time.
 
     Nothing is started.
 
@@ -261,7 +261,7 @@ def _describe_placement(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _pool_line(name: str, nodes: int, plan: ClusterResourcePlan) -> str:
-    """Return one line that describes a pool of many nodes and its number of processes per role."""
+    """Describe a pool of many nodes in one line that counts the pool's processes by role."""
     pool = plan.pools.get(name)
     size = f" of {pool.gpus:g} GPUs and {pool.cpus:g} CPUs" if pool else ""
     slots = [slot for slot in plan.placement_slots if slot.pool == name]

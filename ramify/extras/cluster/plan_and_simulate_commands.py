@@ -65,7 +65,7 @@ def plan(
 
 
 def recipe_from_arguments(words: list[str]) -> str:
-    """Return the recipe from the command's arguments.
+    """Find the recipe among the arguments of the command.
 
     It must be the only one that is not a ``FIELD=VALUE`` override. Raises UsageError otherwise.
     """

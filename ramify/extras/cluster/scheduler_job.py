@@ -48,7 +48,7 @@ class JobNodeGroup(msgspec.Struct, frozen=True):
 
 
 class SchedulerJobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A training run as a job that a cluster scheduler can start."""
+    """A training run, described as a job that a cluster scheduler can start."""
 
     name: str
     """Name of the job: letters, digits and hyphens, as in a DNS name."""

@@ -104,7 +104,7 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted speed, load and staleness of a run with one setting.
+    """The predicted speed, load and staleness of a run under one simulation setting.
 
     The first and last few steps are excluded, because fewer groups are in progress then.
     """
@@ -169,7 +169,7 @@ def simulate(
     seed: int = 0,
     in_order: bool = False,
 ) -> SimulationResult:
-    """Simulate a number of training steps with one setting.
+    """Simulate ``steps`` training steps of a run under one setting.
 
     Groups of rollouts are drawn at random from the measured ones. If ``in_order`` is true, they are
     used in their measured order.
@@ -223,8 +223,7 @@ class _Simulation:
         return self._result(around, steps)
 
     def _draw_group(self, number: int) -> tuple[Sequence[RolloutWorkload], bool]:
-        """Draw the rollouts of one simulated group, and decide whether they all get the same
-        reward.
+        """Draw one simulated group of rollouts, and decide whether they all get the same reward.
 
         Nothing can be learned from a group with equal rewards.
         """
@@ -273,8 +272,7 @@ class _Simulation:
             yield from self._wait(seconds, self._setting.shared)
 
     def _wait(self, seconds: float, pauses_engines: bool) -> Generator[Event, Any, None]:
-        """Let simulated time pass, and pause the engines meanwhile if ``pauses_engines`` is
-        true."""
+        """Let simulated time pass, with the engines paused if ``pauses_engines`` is true."""
         paused = self._engines if pauses_engines else []
         for engine in paused:
             engine.pause()
@@ -354,7 +352,7 @@ class _Simulation:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile of some values, chosen among the values without interpolation.
+    """Return a quantile that is one of the given values, without interpolation.
 
     It is the smallest value such that at least the fraction ``share`` of all values is at or below
     it.

@@ -40,7 +40,7 @@ from ramify.inference.local.kv_cache_slots import CacheSlotTable
 
 
 class _SlotRequest:
-    """A simulated request in the form that the engine's slot table expects.
+    """A simulated request in the form that the inference engine's KV-cache slot table expects.
 
     It has only the attributes that the engine's ``CacheSlotTable`` reads.
     """
@@ -59,7 +59,7 @@ class SimulatedKvCache:
     """
 
     def __init__(self, slots: int, capacity: int) -> None:
-        """Create a simulated KV cache of ``slots`` empty slots.
+        """Create a simulated KV cache with ``slots`` empty slots.
 
         Each holds up to ``capacity`` tokens.
         """
@@ -155,7 +155,8 @@ class SimulatedEngine:
         cache: SimulatedKvCache | None = None,
         cache_tokens: int = 0,
     ) -> None:
-        """Create an engine with the given speed and number of slots.
+        """Create a simulated engine with the given speed and number of concurrent sequences
+        (slots).
 
         ``cache`` models what the slots hold, if slots are the engine's only cache. ``cache_tokens``
         is the total capacity in tokens, where 0 means unlimited.
@@ -193,7 +194,7 @@ class SimulatedEngine:
 
     @property
     def speed_factor(self) -> float:
-        """The fraction of its full speed at which the simulated engine runs now.
+        """The simulated engine's current speed as a fraction of its full speed.
 
         It is 1 at full speed, and 0 if the engine is stopped. It is the number of seconds of engine
         work per second of simulated time. The factor is below 1 if the engine shares CPU cores.
@@ -273,7 +274,7 @@ class SimulatedEngine:
         self._reschedule()
 
     def update_counters(self) -> None:
-        """Bring the simulated engine's counters up to the current simulated time."""
+        """Bring the simulated engine's counters up to date with the simulated clock."""
         self._catch_up()
         self._reschedule()
 

@@ -95,7 +95,7 @@ class SimulatedCores:
         return done
 
     def queue_loop_work(self, seconds: float) -> Event:
-        """Simulate CPU work of the event loop, after all work that is already queued.
+        """Queue CPU work for the simulated event loop, behind the work that is already waiting.
 
         Returns an event that occurs when ``seconds`` of CPU time have been used.
         """
@@ -106,7 +106,7 @@ class SimulatedCores:
         return done
 
     def settle(self) -> None:
-        """Account for the CPU time used so far, and divide the simulated cores again.
+        """Update the progress of all simulated CPU work, and divide the cores among it again.
 
         Called when the engine starts or stops needing a core.
         """
@@ -247,7 +247,7 @@ class RolloutSimulator:
             attempt.over.succeed()
 
     def spend_session_time(self, seconds: float) -> Event:
-        """Simulate the time of a sandboxed session that took ``seconds`` in the measured run.
+        """Simulate work in a sandboxed session that took ``seconds`` in the measured run.
 
         If cores are shared, only the computing part of it counts.
         """
@@ -315,7 +315,7 @@ rewards are equal."""
 
 
 class SimulatedQueueOptions(RolloutAdmissionOptions, Protocol):
-    """The options of the simulated queue that limit open groups and decide when to drop slow
+    """Options of the simulated queue for limiting open groups of rollouts and dropping slow
     rollouts."""
 
     @property
@@ -380,7 +380,7 @@ class RolloutGroupQueueSimulator:
             )
 
     def on_new_weights(self, step: int) -> None:
-        """Start the groups of simulated rollouts that newly loaded weights allow to begin."""
+        """Start the simulated groups of rollouts that had to wait for new weights."""
         if self._rules.max_staleness:
             self._advance_to_step(step)
             self._begin()

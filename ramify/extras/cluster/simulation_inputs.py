@@ -148,7 +148,8 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
         return max((turn.context + turn.sampled for turn in turns), default=1)
 
     def draw_preparation_time(self, draw: random.Random) -> float:
-        """Draw a random delay in seconds between the end of a step's rollouts and its learning.
+        """Draw a random delay in seconds between the end of a step's rollouts and the start of
+        learning.
 
         It is drawn from the delays in the measured run.
         """
@@ -418,7 +419,8 @@ def _roots(tree: Trajectory) -> Iterator[tuple[CallWorkload, float]]:
 
 
 def _replay_call(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], float]:
-    """Replay a model call and its descendants from ``at_s`` on, and return their engine requests.
+    """Replay a model call and its descendants, starting at ``at_s``, and return their engine
+    requests.
 
     The time at which the last one ends is returned, too. Turns and waves of calls follow one
     another without gaps, and the calls of one wave begin together.

@@ -180,7 +180,8 @@ def _estimate_sampling(
     tokens: StepTokenCounts,
     shares: DeviceEfficiency,
 ) -> tuple[float, str]:
-    """Return the estimated seconds of sampling in one training step, and an explanation.
+    """Estimate the sampling time of one training step in seconds, and describe the estimate in
+    words.
 
     Reading prompts is limited by FLOP/s. Generation is limited by memory bandwidth or by FLOP/s,
     whichever takes longer.

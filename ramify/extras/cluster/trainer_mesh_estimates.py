@@ -1,4 +1,4 @@
-"""Estimate memory, communication and training time of every mesh that a model allows.
+"""Estimate the memory, communication and training time of every device mesh that a model allows.
 
 A mesh is an arrangement of the trainer's ranks. The figures are the memory of a rank, the bytes
 that it sends in a step, and the seconds of learning.

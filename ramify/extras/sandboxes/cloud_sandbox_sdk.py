@@ -147,7 +147,7 @@ async def next_bytes(stdout: AsyncIterator[Any]) -> bytes:
 async def create_sandbox(
     provider: str, request: Awaitable[T], delete: Callable[[T], Awaitable[object]]
 ) -> T:
-    """Create a remote machine (box) by awaiting ``request``, and return it.
+    """Wait until a cloud service has created a remote machine (box), and return that machine.
 
     If the caller is cancelled meanwhile, the box is still awaited and then deleted, because the
     service may have created it already.
@@ -181,7 +181,7 @@ async def _create_and_delete(
 async def delete_after_failure(
     provider: str, box: str, delete: Callable[[], Awaitable[object]]
 ) -> None:
-    """Delete a remote machine (box) after another failure, without raising a second error.
+    """Delete a remote machine (box) after another error, without hiding that error.
 
     A failed deletion only warns, because the original failure is the error to report.
     """
@@ -202,7 +202,7 @@ def _warn(provider: str, box: str, why: str) -> None:
 
 
 async def delete_with_retries(delete: Callable[[], Awaitable[object]]) -> None:
-    """Delete a remote machine (box), and try again if that fails.
+    """Delete a remote machine (box) of a cloud service, and retry if that fails.
 
     A cancellation of this task does not stop the deletion. If all attempts fail, the last error is
     raised.

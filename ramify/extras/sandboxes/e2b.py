@@ -94,7 +94,8 @@ class E2BService:
 
 
 class E2BStream:
-    """The two-way byte stream over the standard input and output of a background command.
+    """The two-way byte stream over a background command's standard input and output in an E2B
+    sandbox.
 
     Implements ``remote.CommandByteStream``.
     """

@@ -97,7 +97,7 @@ def make_shell() -> HeadlessIPythonShell:
 
 
 def restore_exit_builtins() -> None:
-    """Restore the built-in ``exit`` and ``quit`` of Python.
+    """Restore Python's built-in ``exit`` and ``quit``.
 
     IPython replaces them with versions that need a terminal.
     """

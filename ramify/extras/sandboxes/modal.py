@@ -94,7 +94,7 @@ class ModalService:
 
 
 class ModalByteStream:
-    """The two-way byte stream over the standard input and output of one ``exec``.
+    """The two-way byte stream over a command's standard input and output in a Modal sandbox.
 
     Implements ``remote.CommandByteStream``.
     """

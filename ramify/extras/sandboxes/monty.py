@@ -298,7 +298,7 @@ class MontySession:
         return task.result()
 
     async def _next(self, cell: MontyCell, step: Any) -> Any:
-        """Answer the request for which a code cell waits, and resume the cell.
+        """Answer the request that paused a code cell, and resume the cell.
 
         For example, the request is a function call. Return the next step of the cell.
         """
@@ -398,7 +398,7 @@ class MontySession:
         return notes or None, error, sorted(restored)
 
     async def _refresh_namespace(self) -> None:
-        """Update the namespace of installed modules with the session's variables after a cell.
+        """Update the namespace that installed modules see, after a code cell has run.
 
         Variables of the session are copied into it, and dicts shared with cells get their new
         contents.

@@ -45,7 +45,7 @@ class MontyCell:
 
 
 def inspect_cell(code: str) -> tuple[set[str], bool, bool]:
-    """Return which names a code cell may bind and how it uses the values of expressions.
+    """Return the names that a code cell may bind, and two flags for handling expression values.
 
     The other two results tell whether the cell ends in an expression and whether it uses ``_``, the
     value of the previous expression.

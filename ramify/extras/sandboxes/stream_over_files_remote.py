@@ -46,7 +46,7 @@ def feed_command_input(folder: str, sink: IO[bytes]) -> None:
 
 
 def _read_complete(path: str) -> tuple[bytes, int] | None:
-    """Read an input file from the host, which also says which output file the host reads now.
+    """Read an input file from the host, which also reports which output file the host is reading.
 
     Returns the content and that file's number. Returns None while the file is missing or
     incomplete.

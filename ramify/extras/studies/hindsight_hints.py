@@ -104,7 +104,7 @@ class HindsightHints(
     tag_field="name",
     tag="hindsight",
 ):
-    """A source of hints written by a judge after a rollout has ended.
+    """A source of hints that a judge writes after a rollout has ended.
 
     Implements ``HintSource``. It also implements ``Signal``, so that hints can be inspected without
     training on them.
@@ -190,8 +190,7 @@ class HindsightHints(
     def _add_hints(
         self, hints: HintsForTrajectory, verdict: JudgeVerdict, item: Item, place: TurnId
     ) -> None:
-        """Attach the hints from a judge's verdict that pass the filter to the turn that was
-        judged."""
+        """Attach the accepted hints of a judge's verdict to the turn that was judged."""
         counts = Counter({"votes": len(verdict.votes), "invalid": verdict.invalid})
         candidates = list(
             dict.fromkeys(
@@ -358,7 +357,7 @@ class FeedbackHints(
     tag_field="name",
     tag="feedback",
 ):
-    """A source of hints in which the last error of a trajectory becomes its hint.
+    """A source of hints that turns the last error of a trajectory into its hint.
 
     The error comes from the environment, as in SDPO. Implements ``HintSource``.
 

@@ -218,7 +218,7 @@ async def _install(session: Session) -> None:
 
 
 def parse_passages(answer: Any, context: Mapping[str, str]) -> list[Place] | None:
-    """Parse the passages in an answer.
+    """Parse an answer into the passages that it names.
 
     It may be ``[[id, start, end], …]``, the same as JSON text, or quotes that each occur exactly
     once. Returns None for anything else.

@@ -1,4 +1,4 @@
-"""Answer the suite ``code_qa`` as the offline model, a simulated language model.
+"""Simulate a language model that solves the suite ``code_qa``.
 
 The offline model is a program that replaces a language model. Its code follows imports to the
 modules that a question needs, and one sub-model call reads them.

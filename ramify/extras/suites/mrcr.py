@@ -63,7 +63,7 @@ _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
 
 
 class MrcrScorer(msgspec.Struct, frozen=True):
-    """A reward function that measures the similarity between an answer and the right text.
+    """A reward function that measures how similar an answer is to the expected text.
 
     The answer must begin with the question's random text. The reward is the
     ``difflib.SequenceMatcher`` ratio of what follows. It is 0 for other answers, and for answers at

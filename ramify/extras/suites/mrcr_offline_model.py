@@ -1,4 +1,4 @@
-"""Answer the suite ``mrcr`` as the offline model, a simulated language model.
+"""Simulate a language model that solves the suite ``mrcr``.
 
 The offline model is a program that replaces a language model. Its code finds the identical requests
 without any sub-model call.

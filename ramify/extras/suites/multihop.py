@@ -203,7 +203,7 @@ def _title(rng: random.Random, place: str) -> str:
 
 
 def _non_matching_person(first: Person, rng: random.Random, names_of: _Names) -> Person:
-    """Generate a person to whom the question's description of its first person does not apply."""
+    """Generate a person who does not match the question's description of its first person."""
     person = _person(rng, names_of)
     if (person.profession, person.prize) == (first.profession, first.prize):
         person = person._replace(year=first.year + 1)
@@ -213,7 +213,7 @@ def _non_matching_person(first: Person, rng: random.Random, names_of: _Names) ->
 def _similar_people(
     rng: random.Random, names_of: _Names, chain: Sequence[Person | Town]
 ) -> list[Person]:
-    """Generate people who are easily confused with the people in the question's chain.
+    """Generate people who are easily confused with the people whom a question is about.
 
     Some share two attributes with the first person, and others the surname of a later one.
     """

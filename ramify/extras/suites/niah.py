@@ -139,8 +139,9 @@ def niah(
     test: Any = None,
     seed: int = 0,
 ) -> DatasetTask:
-    """Return a task of RULER's needles, variables and word counts, generated or read from RULER's
-    files.
+    """Return a task of RULER's questions about needles, variables and word counts in long texts.
+
+    The questions are generated or read from RULER's files.
 
     Args:
         tokens: Length of a generated text in tokens: 1,000 to 10,000,000. A token counts as four
@@ -207,8 +208,8 @@ def _sentences(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -
 
 
 def _other_needles(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Passages:
-    """Return a function that generates needles for the filler text, with other keys than the
-    question's."""
+    """Return a function that generates filler needles whose keys differ from those in the
+    question."""
     if what == "uuids":
         return lambda num: [
             _NEEDLE.format(what=what, key=_uuid(rng), value=_uuid(rng)) for _ in range(num)
@@ -421,7 +422,7 @@ def needle(
 
 
 def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float | None) -> Item:
-    """Generate one item of the task ``needle``, with its question and its text.
+    """Generate one item of the task ``needle``: a long text and a question about a needle in it.
 
     The item's kind says in which tenth of the text the needle is, for example ``depth 30-40 %``.
     """

@@ -1,5 +1,4 @@
-"""Answer the suite ``niah`` and the task ``needle`` as the offline model, a simulated language
-model.
+"""Simulate a language model that solves the suite ``niah`` and the task ``needle``.
 
 The offline model is a program that replaces a language model. Its code finds the sentences with the
 names in the question, and a sub-model call reads their values. Words are counted by code alone.

@@ -110,7 +110,7 @@ def oolong_pairs(
 
 
 class UserPairCondition(msgspec.Struct, frozen=True):
-    """A condition on pairs of users, and the text lines planted to decide which pairs satisfy it.
+    """A condition on pairs of users, and the planted text lines that decide which pairs satisfy it.
 
     The matching pairs are stored, too.
     """
@@ -282,7 +282,7 @@ def _cross_condition(rng: random.Random, ids: Sequence[int]) -> UserPairConditio
 
 
 def _choose_users(rng: random.Random, ids: Sequence[int]) -> list[int]:
-    """Return a random third to half of the users, in ascending order."""
+    """Choose a random third to half of the users, and return them in ascending order."""
     return sorted(rng.sample(list(ids), rng.randint(len(ids) // 3, len(ids) // 2)))
 
 

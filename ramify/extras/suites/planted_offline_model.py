@@ -1,4 +1,4 @@
-"""Answer the benchmark ``planted`` as the offline model, a simulated language model.
+"""Simulate a language model that solves the benchmark ``planted``.
 
 The offline model is a program that replaces a language model. Its sub-calls extract the facts of
 each part of the text in order, and code keeps the last amount of each place.

@@ -143,7 +143,7 @@ def _error_message(payload: bytes) -> str:
 
 
 class BaseEngineClient:
-    """The base class of the clients for engine servers, common to all engine software."""
+    """The base class of all clients for engine servers, whatever software the servers run."""
 
     def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
         self._api = EngineHttpClient(url, key)

@@ -191,7 +191,7 @@ class EngineFleet:
     def experts_by_token(
         self, server: EngineClient, sampled: SampledTokenIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the experts that predicted each sampled token of a reply.
+        """Return the experts that were active when each token of a reply was predicted.
 
         The model is a mixture of experts. They are the experts that processed the token before it.
         For each token an empty tuple is returned if experts were not requested, or if a pause ended

@@ -93,8 +93,8 @@ class HttpEngineClient:
 
     @property
     def uses_checkpoint_tensor_names(self) -> bool:
-        """True if engines expect a checkpoint's tensor names, False if those of the in-memory
-        model."""
+        """True if the engines expect a checkpoint's tensor names instead of the in-memory
+        model's."""
         return self.fleet.spec.engine != "ramify"
 
     @property
@@ -388,7 +388,7 @@ def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
 
 
 class EngineCheckClient:
-    """A client of one particular engine server among several.
+    """A client for checking one particular engine server among several.
 
     It has only the methods needed to check that server.
     """
@@ -422,7 +422,7 @@ class EngineCheckClient:
 
 
 class InterruptedReplyAccumulator:
-    """Collects the parts of a sampled reply that weight updates interrupted.
+    """Collects the parts of a reply whose sampling is interrupted by weight updates.
 
     A reply has several parts if weight updates interrupt it.
     """

@@ -89,7 +89,7 @@ def encode_experts_int32(rows: Sequence[Sequence[int]], shape: MoeLayout) -> str
 
 
 def _all_layers(rows: Sequence[Sequence[int]], shape: MoeLayout) -> np.ndarray[Any, Any]:
-    """Return the reported experts with rows for all layers, [tokens, layers of the model, top-k].
+    """Expand the reported experts to all layers of the model, [tokens, layers, top-k].
 
     Layers without experts contain zeros.
     """

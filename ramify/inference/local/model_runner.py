@@ -1,4 +1,4 @@
-"""Model runners connect the inference engine to a model.
+"""Model runners, through which the inference engine runs a model.
 
 A runner takes the tokens of one step, returns their logits, and holds the KV cache.
 
@@ -265,7 +265,7 @@ class TransformersModelRunner:
 
     @torch.inference_mode()
     def _try_out(self) -> None:
-        """Determine by experiment whether the model's cache can be extended and cut.
+        """Test whether the model's cache can be extended and truncated without changing the logits.
 
         The logits are compared with logits without a cache.
         """
@@ -292,7 +292,7 @@ class TransformersModelRunner:
 
 
 class _Memory:
-    """The cached state of one slot in a ``transformers`` model.
+    """The cached state of one KV-cache slot for a ``transformers`` model.
 
     It consists of the token ids computed so far and the model's cache of them.
     """
@@ -307,7 +307,7 @@ class _Memory:
         return other
 
     def cut(self, length: int, can_cut: bool) -> bool:
-        """Cut the cache to its first ``length`` tokens.
+        """Truncate the cache to its first ``length`` tokens.
 
         Returns False if that is not possible.
         """

@@ -169,7 +169,8 @@ class TransposedCacheAttention:
         return value_rows.sums(values, weights.view(-1)).view(q_THd.shape)
 
     def _rows_read(self, group: int) -> tuple[_RowSums, _RowSums]:
-        """Return weighted sums over the cache rows that this step and the next few steps read.
+        """Return the weighted sums over cache rows that attention needs in this step and the next
+        few.
 
         One covers the key rows and one the value rows. The key rows are divided into parts. There
         are ``group`` query heads per key head. What is past a sequence's last position by then is
@@ -189,7 +190,7 @@ class TransposedCacheAttention:
 
 
 def _part_width(width: int, capacity: int) -> int:
-    """Return the part width with which the first positions of a key row are read fastest.
+    """Return the part width that makes reading the first positions of a key row fastest.
 
     The row has ``capacity`` positions, of which ``width`` are read. Positions are read in whole
     parts. Each part of a sum takes as long as 64 more positions.
@@ -199,7 +200,7 @@ def _part_width(width: int, capacity: int) -> int:
 
 
 class _RowSums(NamedTuple):
-    """Several weighted sums of the rows of one table.
+    """Row numbers for several weighted sums of table rows, which are computed in one call.
 
     Each sum lists the numbers of its rows.
     """
@@ -211,7 +212,7 @@ class _RowSums(NamedTuple):
 
     @classmethod
     def of(cls, rows_nK: Tensor, group: int) -> _RowSums:
-        """Create weighted sums of table rows, one set for each query head.
+        """Create one set of weighted sums of table rows for each query head.
 
         They run over the last dimension of ``rows_nK``. ``rows_nK`` holds row numbers [n, K, …],
         and each of the K key heads has ``group`` query heads.

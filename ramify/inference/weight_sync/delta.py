@@ -77,7 +77,7 @@ def differing_places(now_N: Tensor, had_N: Tensor) -> Tensor:
 
 
 def differing_tensor_indices(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
-    """Return the indices of the tensors that differ between two versions of their concatenation.
+    """Return the indices of the concatenated tensors that differ between two versions.
 
     ``lengths`` holds the number of elements of each tensor, in order.
     """
@@ -182,7 +182,6 @@ def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightU
 
 
 def _flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the values of all tensors as one new flat tensor [N]."""
     return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 

@@ -37,7 +37,7 @@ class AdaptiveBusyWait:
         ``_skips`` is the number of waits still to skip."""
 
     def until(self, has_arrived: Callable[[], object]) -> bool:
-        """Poll ``has_arrived`` for at most ``BUSY_S`` seconds until it returns something true.
+        """Poll ``has_arrived`` until it returns a true value, for at most ``BUSY_S`` seconds.
 
         Returns False if that never happens, or if the wait was skipped.
         """

@@ -46,7 +46,7 @@ _PREFIX_BYTES = PREFIX.size
 
 
 class DeferrableInterrupts:
-    """A handler of interrupts (SIGINT) that can hold them back and raise them later.
+    """A handler of interrupts (SIGINT) that can defer them until it is safe to raise them.
 
     An interrupt that arrives between ``begin_deferring`` and ``end_deferring`` is raised only at
     ``end_deferring``. The handler belongs to the thread that created it.
@@ -72,7 +72,7 @@ class DeferrableInterrupts:
         return self.is_live
 
     def begin_deferring(self) -> int:
-        """Hold back interrupts from now on, and return the nesting depth from before this call.
+        """Start to defer interrupts, and return the nesting depth from before this call.
 
         Pass that depth to ``end_deferring``. Restoring a depth, instead of counting down, keeps the
         sections balanced even if an interrupt cuts one short.
@@ -92,7 +92,7 @@ class DeferrableInterrupts:
             raise KeyboardInterrupt
 
     def call_interruptibly(self, blocking: Callable[[], object]) -> None:
-        """Call a function that may block for a long time, but let interrupts stop it.
+        """Call a function that may block for a long time, and let an interrupt end it.
 
         The function must not hold any resources, since the interrupt would leak them.
         """
@@ -142,7 +142,7 @@ class GuestChannel:
     def __init__(
         self, read_fd: int, write_fd: int, *, takes_fds: bool, shared_buffers: Any
     ) -> None:
-        """Create a channel over two open descriptors.
+        """Create a channel to the host over two open file descriptors.
 
         ``takes_fds``: the connection is a socket over which the host may also send descriptors.
         ``shared_buffers``: a ``HostGuestSharedMemory``, or None.
@@ -268,7 +268,7 @@ class GuestChannel:
         return self._decode_frame(chunk[_PREFIX_BYTES:].decode(), memoryview(chunk)[4:], end - 4)
 
     def next_buffered_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
-        """Return the next frame that has already been read: its header and binary parts.
+        """Return the header and the binary parts of the next frame that has already been read.
 
         Returns None if more data must be read first.
         """
@@ -299,7 +299,8 @@ class GuestChannel:
         return header, blobs
 
     def _note_read(self, op: str, id: int) -> None:
-        """Mark the shared buffers as free if a message from the host shows that it has read them.
+        """Mark the shared buffers as free if the host's message shows that it has read their
+        contents.
 
         That is the case when the host answers the call or sends its next request. A fork request
         does not count, because it can arrive at any time.
@@ -313,7 +314,7 @@ class GuestChannel:
         )
 
     def take_fds(self) -> list[int]:
-        """Return the file descriptors that the host has sent.
+        """Return the file descriptors that the host has sent since the last call.
 
         The caller owns them afterwards.
         """
@@ -353,7 +354,7 @@ DROPPED: Any = object()
 
 
 class MessageFrameWaiter:
-    """A thread of the session that waits for a message frame from the host.
+    """A thread of the session that waits for the host to send it a message frame.
 
     Its lock ``wake`` is released when the frame has arrived, or when this thread must take over
     reading from the host.
@@ -430,7 +431,7 @@ class MessageFrameDispatcher:
         return command
 
     def register_waiter(self, id: int, ticket: MessageFrameWaiter) -> None:
-        """Register the thread that will wait for the answer to a call.
+        """Register the thread that will wait for the host's answer to a call.
 
         Do this before the call is sent.
         """
@@ -449,7 +450,7 @@ class MessageFrameDispatcher:
             self._pass_on()
 
     def drop_calls(self) -> None:
-        """Wake all threads that wait for the host's answers after their cell has ended.
+        """Wake all threads that still wait for answers from the host, because their cell has ended.
 
         They get no answer.
         """
@@ -459,7 +460,7 @@ class MessageFrameDispatcher:
         self._calls.clear()
 
     def wait(self, ticket: MessageFrameWaiter) -> None:
-        """Wait until the frame for this thread has arrived.
+        """Wait until the host has sent the frame for this thread.
 
         If no other thread is reading from the host, this thread reads on behalf of all of them.
         """
@@ -504,7 +505,7 @@ class MessageFrameDispatcher:
                 ticket.rouse()
 
     def _pass_on(self) -> None:
-        """Wake another waiting thread, so that it reads the next frames from the host."""
+        """Wake another waiting thread to take over reading frames from the host."""
         for ticket in [*self._calls.values(), self._command]:
             if ticket.frame is None:
                 ticket.rouse()

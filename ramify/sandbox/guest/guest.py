@@ -160,7 +160,7 @@ class SandboxGuest:
         shared_buffers: Any = None,
         apart: JailForkOperations | None = None,
     ) -> None:
-        """Create a guest that communicates with the host over two open descriptors.
+        """Create a guest that communicates with the host over two open file descriptors.
 
         ``memory_limits``: address space in bytes while a cell runs, and the slightly larger one for
         the guest itself, so that it can still report when a cell has used up all its memory.
@@ -192,7 +192,7 @@ class SandboxGuest:
     # -- serving
 
     def record_process(self, memory_limits: tuple[int, int] | None) -> None:
-        """Record this process's id and memory limits.
+        """Record the id and the memory limits of the process in which the guest now runs.
 
         The process may have been forked since the guest was created.
         """
@@ -321,7 +321,7 @@ class SandboxGuest:
         self._end_cell(id, value, error)
 
     def _leave_fork(self, error: str | None) -> None:
-        """Exit a child process that a cell has forked and that has run to the end of the cell.
+        """Exit a child process that a cell has forked, because it has reached the end of the cell.
 
         Only the original process continues as the session. ``error`` is the cell's error, which is
         written to the output.

@@ -68,7 +68,8 @@ def _snapshot() -> tuple[int, dict[str, Any]]:
 
 
 class BuiltinsSnapshot:
-    """Python's builtins and recursion limit before the first cell, to restore after each cell.
+    """A snapshot of Python's builtins from before the first cell, used to restore them after each
+    cell.
 
     It consists of the builtins and the recursion limit.
     """
@@ -106,7 +107,7 @@ class BuiltinsSnapshot:
     def restore_fds_and_sigint(
         self, output: CellOutputSender, on_interrupt: Callable[..., None]
     ) -> None:
-        """Restore the output descriptors and the SIGINT handler.
+        """Restore the session's output descriptors and SIGINT handler after a cell.
 
         Call this once the host has the result of the cell.
         """

@@ -108,7 +108,7 @@ class TextOffsetIndex:
         return self.decode(self.read_bytes(self.byte_offset_of(start), self.byte_offset_of(stop)))
 
     def read_checked_bytes(self, low: int, high: int, what: str) -> bytes:
-        """Return the bytes between two offsets of the text, unless there are too many for memory.
+        """Return the bytes between two byte offsets of the text, after checking their number.
 
         Raises ValueError if there are too many for a ``str`` or a list in memory. ``what`` names
         the part of the text in that error.
@@ -358,7 +358,7 @@ class FileBackedText:
         return FileTextLines(self.file, keepends=keepends)
 
     def split(self, sep: str | None = None, maxsplit: int = -1) -> FileTextLines | Iterator[str]:
-        """Return an iterator over the parts between separators.
+        """Return an iterator over the parts of the text between separators.
 
         For ``split("\\n")``, return a sequence of lines instead, which has a length and supports
         indices.
@@ -526,7 +526,7 @@ class FileTextLines(Sequence[str]):
     def __init__(
         self, file: TextOffsetIndex, *, keepends: bool = False, is_split: bool = False
     ) -> None:
-        """Create the list of lines of a file.
+        """Create a list-like view of the lines of a file-backed text.
 
         With ``is_split``, the items are those of ``split("\\n")`` instead: carriage returns are
         kept, and the last item may be empty.

@@ -197,7 +197,7 @@ def json_bytes(header: Any) -> bytes:
 def encode_cell_done(
     id: int, value: str | None, error: str | None, restored: list[str], chars: int
 ) -> bytes:
-    """Encode the header of the message that a cell has ended, if no hook returned a value.
+    """Encode the header that reports the end of a cell for which no hook returned a value.
 
     A hook is a function that an installed module runs after each cell. This takes a third of the
     time of ``json_bytes``.
@@ -255,7 +255,7 @@ def split_frame(view: memoryview) -> tuple[memoryview, int]:
 def slice_blobs(
     view: memoryview, start: int, lengths: Sequence[int], alignment: int = 1
 ) -> list[memoryview]:
-    """Split a buffer, from byte ``start`` to its end, into blobs of the given lengths.
+    """Split the rest of a buffer, from byte ``start`` on, into blobs of the given lengths.
 
     Raises ProtocolError if the lengths do not add up to the size of the buffer.
     """
@@ -271,7 +271,7 @@ def slice_blobs(
 
 
 class MessageFrameReader:
-    """Assembles frames from bytes that it reads from a descriptor or is given.
+    """Assembles message frames from bytes that it reads itself or that its caller passes to it.
 
     A long frame is read straight into a separate buffer.
     """
@@ -445,8 +445,7 @@ def has_aligned_buffers(data: Buffer) -> bool:
 
 
 def copy_as_sent_to_host(value: Any) -> Any:
-    """Return a copy of a value as the host would receive it, after the same checks of types and
-    limits.
+    """Return the copy of a value that the host would receive, after checking its types and limits.
 
     Raises TypeError if a type is not supported, and ValueError if the value exceeds a limit.
     """
@@ -535,7 +534,7 @@ class HostGuestSharedMemory:
         """Last value of ``got`` that was reported to the other end."""
 
     def try_put(self, blobs: Sequence[Any], key: int) -> bool:
-        """Write blobs (bytes or ASCII text) to shared memory for the other end, if possible.
+        """Try to write blobs (bytes or ASCII text) to shared memory for the other end to read.
 
         Returns False and writes nothing if they are too short to be worthwhile, if they do not fit,
         or if the other end has not yet read the previous ones.
@@ -598,7 +597,7 @@ def _pieces(blobs: Sequence[Any]) -> Iterator[Any]:
 
 
 def text_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
-    """Yield the blobs of an encoded value as buffers, and split long ASCII strings.
+    """Yield the blobs of an encoded value as buffers, and encode long strings piece by piece.
 
     Each ASCII text becomes several buffers of limited length; other blobs are yielded unchanged.
     """

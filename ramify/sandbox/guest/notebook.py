@@ -1,4 +1,4 @@
-"""Run the cells of a session in a live namespace, like a Jupyter kernel.
+"""Runs the cells of a session in one live namespace, as a Jupyter kernel does.
 
 This module defines what a cell sees: a real ``__main__`` module, reserved names that are restored
 after each cell, and modules that the host has installed. It evaluates the last expression of a
@@ -39,7 +39,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 def cut(text: str, limit: int) -> str:
-    """Shorten a string to about ``limit`` characters by cutting out its middle.
+    """Shorten a string to about ``limit`` characters by keeping only its beginning and end.
 
     A note between them says how many characters are missing. Text within the limit is returned
     unchanged.
@@ -126,7 +126,7 @@ _ASSIGNMENT = re.compile(
 
 
 def ends_in_assignment(source: str) -> bool:
-    """Return True if a cell certainly ends in an assignment, so that it has no value to show.
+    """Return True if a cell certainly ends in an assignment, and so has no value to echo.
 
     False means that it may or may not.
 
@@ -249,7 +249,7 @@ class GuestNotebook:
     # -- names
 
     def bind(self, name: str, value: Any, reserved: bool) -> None:
-        """Set a variable in the namespace on behalf of the host.
+        """Set a variable in the session's namespace on behalf of the host.
 
         A reserved name is restored after each cell that overwrites it.
         """
@@ -318,7 +318,7 @@ class GuestNotebook:
 
     @property
     def has_after_cell_hooks(self) -> bool:
-        """True if any installed module may define a function to run after each cell."""
+        """True if an installed module might define a hook that must run after each cell."""
         return bool(self.modules)
 
     def run_after_cell_hooks(

@@ -22,7 +22,7 @@ from .value_encoding import Buffer
 
 
 class TailBuffer:
-    """A buffer that keeps the last bytes of an output stream and counts the discarded ones.
+    """A buffer that keeps the last bytes of an output stream and counts those it discards.
 
     At least the last ``limit`` bytes are kept.
     """
@@ -346,8 +346,8 @@ class CellOutputSender:
             self.flush()
 
     def flush(self) -> None:
-        """Send the collected output to the host, unless no cell is running or another thread is
-        already sending."""
+        """Send the collected output to the host, if a cell is running and no other thread is
+        sending."""
         channel = self._channel
         if not channel.is_open or not channel.is_session_process():
             return

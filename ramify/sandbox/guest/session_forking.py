@@ -34,7 +34,7 @@ _EPERM = 1
 
 
 class JailForkOperations(NamedTuple):
-    """Functions with which a session in the jail forks and gets new connections to the host.
+    """The functions that a session in the jail uses to fork and to reconnect to the host.
 
     The jail is a sandbox that the kernel enforces. After the fork, each of the two processes gets
     its own connection to the host.
@@ -71,7 +71,7 @@ class SessionForker:
         self._apart = apart
 
     def fork(self, id: int) -> None:
-        """Fork this process into the original session and a branch, and continue in both.
+        """Fork a branch from this process, and continue in both the session and the branch.
 
         The branch gets its own socket and output file, and then waits for the host's next message,
         as the session does.
@@ -126,7 +126,7 @@ class SessionForker:
         return pid
 
     def _take_wire(self, apart: JailForkOperations) -> None:
-        """Replace the inherited connections of a forked process with new ones from the host.
+        """Receive new connections from the host, and replace the forked process's inherited ones.
 
         These are a socket, an output file and shared memory buffers. They replace the inherited
         ones under the same descriptor numbers.
@@ -177,7 +177,7 @@ class SessionForker:
         return None if len(fds) == num_expected else "no descriptor is free"
 
     def _replace_descriptors(self, wire: int, spool: int, shared_buffers: int = -1) -> None:
-        """Replace the inherited connections of this process with new ones after a fork.
+        """Replace the connections that this process has inherited in a fork with new ones.
 
         These are the socket, the output file and the shared memory buffers; they keep their
         descriptor numbers. The buffers are shared memory.
@@ -218,7 +218,7 @@ def _random_state() -> Any:
 
 
 def _open_descriptors() -> list[int]:
-    """Return the open file descriptors that may belong to the code of cells.
+    """Return the open file descriptors that the code of cells may have opened.
 
     These are the open ones from 3 up to the cell's limit.
     """

@@ -273,7 +273,7 @@ class ColumnValues(Sequence[Any]):
 
     @property
     def num_chars(self) -> int:
-        """The approximate length of all values in characters, if they were written as text."""
+        """The approximate number of characters that all values would have if written as text."""
         if self.kind == "text" and self._length and self.buffers[1] is not None:
             size = _SIZES[self.info]
             ends = [
@@ -310,7 +310,7 @@ class Table:
 
     @property
     def num_chars(self) -> int:
-        """The approximate length of all values in characters, if they were written as text."""
+        """The approximate number of characters that all values would have if written as text."""
         return sum(column.num_chars for column in self._columns.values())
 
     def __len__(self) -> int:

@@ -49,7 +49,7 @@ _MAX_SLOW = 16
 
 
 class ValueLimitError(ValueError):
-    """Raised if a value from a session exceeds a limit.
+    """Raised if a value that a session sends exceeds a limit.
 
     The message names the limit.
     """
@@ -102,7 +102,7 @@ class HashFloodingGuard:
     def add_checked_keys(
         self, container: Any, keys: list[Any], values: list[Any] | None = None
     ) -> Any:
-        """Add received keys, or keys and values, to an empty set or dict, and return the container.
+        """Add received keys or key-value pairs to an empty set or dict, and return that container.
 
         Raises ValueLimitError if too many hashes are equal, or if adding takes too long.
         """
@@ -136,7 +136,7 @@ class HashFloodingGuard:
 
 
 def _in_pieces(add: Callable[[Any], Any], items: list[Any]) -> None:
-    """Add items to a set or dict in batches, and raise an error if hash collisions make this slow.
+    """Add items to a set or dict in batches, and give up if hash collisions make this slow.
 
     Raises ValueLimitError in that case. Even keys with distinct hashes can collide in the hash
     table, which can only be detected by timing.

@@ -36,7 +36,7 @@ MODULES = ("guest", "server/process_setup", "server/forkserver")
 
 
 class ForkServerChannel:
-    """The control connection to a fork server, or to a template forked from it.
+    """The control connection to a fork server, or to a template process forked from it.
 
     A template is a process that was forked from the server and from which sessions are forked in
     turn.
@@ -90,7 +90,7 @@ class ForkServerChannel:
     async def ask(
         self, header: dict[str, Any], fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request to the fork server, and return its reply and the file descriptors sent
+        """Send a request to the fork server, and return its reply and any file descriptors sent
         with it.
 
         The caller must close them. Raises SandboxError if the server refuses or has ended.

@@ -72,9 +72,10 @@ class StartedForkServer:
         os.close(self.complaints)
 
     def leave_to_parent(self) -> None:
-        """Close this forked child's handles to the parent's fork server, which keeps running.
+        """Close the copies of the parent's fork server handles that this forked child has
+        inherited.
 
-        Call this in a forked child.
+        The fork server itself keeps running. Call this in a forked child.
         """
         self.control.close()
         os.close(self.complaints)

@@ -1,4 +1,4 @@
-"""The files of this package that run in another process, and their module names there.
+"""Maps this package's source files to the module names under which other processes load them.
 
 Ramify is not installed in a fork server or a container. The same few lines of code (``LOADER``)
 load each file from its folder, in the order in which a provider lists them. A file's module name

@@ -42,7 +42,7 @@ def locate(packages: Sequence[str]) -> list[str]:
 
 
 def readable_paths(packages: Sequence[str]) -> list[str]:
-    """Return the files and folders of the given packages that sessions in a jail may read.
+    """Return the paths that sessions in a jail must be able to read to import the given packages.
 
     Raises ConfigError if a package is not installed.
     """
@@ -55,7 +55,7 @@ def readable_paths(packages: Sequence[str]) -> list[str]:
 
 
 def partly_visible_folders(packages: Sequence[str]) -> list[str]:
-    """Return the package folders of which sessions in a jail may read only a part.
+    """Return the folders of the given packages that sessions in a jail may read only in part.
 
     Imports need to look up names in these folders. Raises ConfigError if a package is not
     installed.
@@ -124,7 +124,7 @@ def _is_project(folder: str) -> bool:
 
 
 def _readable_paths(place: str) -> list[str]:
-    """Return the files and folders of a package or module that sessions may read."""
+    """Return the paths that sessions must be able to read to import one package or module."""
     if _is_installed(os.path.dirname(place)):
         return [os.path.dirname(place)]
     if not os.path.isdir(place):
@@ -137,7 +137,7 @@ def _readable_paths(place: str) -> list[str]:
 
 
 def _visible_package_paths(folder: str) -> list[str]:
-    """Return the paths in a package's folder that sessions may read.
+    """Return the files and folders inside a package that sessions may read.
 
     Hidden files and links are left out. If nothing in the folder is hidden, return only the folder
     itself.

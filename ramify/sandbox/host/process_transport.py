@@ -87,7 +87,7 @@ class SessionSharedMemory:
         )
 
     def descriptors(self) -> tuple[int, ...]:
-        """Return the file descriptors that the session needs."""
+        """Return the descriptors of the shared files, which must be passed to the session."""
         return (
             (self.spool,) if self.shared_buffers is None else (self.spool, self.shared_buffers.fd)
         )
@@ -174,7 +174,8 @@ class ForkedSessionTransport:
         """Do nothing, because a session without a jail can fork at once."""
 
     def check_memory_isolated(self) -> None:
-        """Do nothing: without a jail, a branch need not be isolated from its session."""
+        """Do nothing, because without a jail a branch need not be isolated from its session's
+        memory."""
 
     def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchSessionTransport:
         branch = ForkedSessionHandles(*self.request_fork(frame), self.channel)
@@ -198,7 +199,7 @@ class ForkedSessionTransport:
         return host_end, files
 
     def make_branch_ends(self) -> tuple[socket.socket, socket.socket, SessionSharedMemory]:
-        """Create the socket and the shared files for a new branch of the session.
+        """Create a socket pair and the shared files for a new branch of the session.
 
         Returns the host's end of the socket, the branch's end, and the files. Raises SandboxError
         if the system refuses.
@@ -221,7 +222,7 @@ class ForkedSessionTransport:
             ) from None
 
     def finish_forking(self, transport: BranchSessionTransport) -> None:
-        """Finish a fork, and register the branch with the fork server if it has started.
+        """Finish a fork by registering a branch that has started with the fork server.
 
         Call this once the branch has started, or certainly will not start.
         """
@@ -232,7 +233,8 @@ class ForkedSessionTransport:
     def switch_connection(
         self, sock: socket.socket, files: SessionSharedMemory
     ) -> SessionSharedMemory:
-        """Move the session to a new socket and new shared files, and return its old files."""
+        """Switch the session to a new socket and new shared files, and return the old shared
+        files."""
         self.stream = self.stream.successor(sock)
         self.write, self.pause, self.resume = (
             self.stream.write,
@@ -253,7 +255,7 @@ class ForkedSessionTransport:
         return self._exited.done()
 
     def add_exit_callback(self, call: Callable[[], None]) -> None:
-        """Register a function that is called once the process has ended."""
+        """Register a function to call once the session's process has ended."""
         self._exited.add_done_callback(lambda _: call())
 
     def _note_exit(self, status: int | None) -> None:
@@ -376,8 +378,7 @@ class BranchSessionTransport(ForkedSessionTransport):
         self.stream.start_reading(received, lost)
 
     def accept_process(self, pid: int) -> bool:
-        """Accept the process with this id as the branch's process, and open a descriptor (pidfd)
-        for it.
+        """Accept the process with this id as the branch's process, and open a pidfd for it.
 
         Returns False if there is no such process.
         """

@@ -1,5 +1,4 @@
-"""The host's state for a session and its running cell: output, pending calls to the host, and
-working time.
+"""Tracks the running cell of a session on the host: output, pending calls and working time.
 
 This module defines the states of a session and builds the result of a cell. Each call of a cell to
 the host is answered in its own task, and the number of pending calls is limited. While one is
@@ -174,8 +173,7 @@ class PendingHostCalls:
         self.tasks[id] = asyncio.get_running_loop().create_task(self._answer(id, self.pending[id]))
 
     def inherit(self, other: PendingHostCalls, pending: dict[int, PendingHostCall]) -> None:
-        """Take over the pending calls of the cell from the session that this branch was forked
-        from."""
+        """Take over the cell's pending calls from the session from which this branch was forked."""
         self.pending, self._last_id = pending, other._last_id
 
     async def _answer(self, id: int, call: PendingHostCall) -> None:
@@ -356,7 +354,7 @@ class RunningCell:
         wire: GuestFrameConnection,
         on_bug: Callable[[], None],
     ) -> RunningCell:
-        """Copy the record of a running cell for a branch that was forked during the cell.
+        """Copy the record of a running cell for a branch that was forked while the cell ran.
 
         ``pending`` holds the calls that were unanswered when the branch was forked.
         """
@@ -435,7 +433,7 @@ class CellTimeoutTimer:
         self._cell: RunningCell | None = None
 
     def watch(self, cell: RunningCell | None) -> None:
-        """Start to watch the working time of a cell, or stop watching.
+        """Start to watch the working time of ``cell``, or stop watching if it is None.
 
         Pass None if no cell is running.
         """

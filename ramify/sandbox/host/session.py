@@ -44,7 +44,7 @@ _INTERRUPTS = 5
 
 
 class SessionLifecycleHooks(NamedTuple):
-    """The callbacks that notify a sandbox provider when a session is closed or forked."""
+    """The callbacks by which a sandbox provider learns that a session was closed or forked."""
 
     on_close: Callable[[GuestSessionProxy], None] = lambda session: None
     on_fork: Callable[[GuestSessionProxy], None] = lambda session: None
@@ -55,7 +55,7 @@ NO_HOOKS = SessionLifecycleHooks()
 
 
 class GuestSessionProxy:
-    """The host's handle of a session whose code runs behind a ``GuestTransport``.
+    """The host's handle for a session whose code runs behind a ``GuestTransport``.
 
     It implements the interface ``base.Session``.
     """
@@ -165,7 +165,7 @@ class GuestSessionProxy:
     async def _await_cell_result(
         self, cell: RunningCell, request: dict[str, Any] | None
     ) -> CellResult:
-        """Start a cell if it is not running yet, wait until it has ended, and return its result.
+        """Wait until a cell has ended and return its result, after starting the cell if necessary.
 
         ``request`` starts the cell. It is None in a branch, which continues a cell of its origin.
         """
@@ -201,7 +201,7 @@ class GuestSessionProxy:
         return SessionDied(f"the session ended in the middle of a cell: {why}", cell.stdout())
 
     async def _give_up(self, cell: RunningCell) -> None:
-        """Stop a cell because the task that was waiting for its result has been cancelled.
+        """Stop a cell because the task that was awaiting its result has been cancelled.
 
         Afterwards the session is either usable or known to be dead.
         """
@@ -298,7 +298,8 @@ class GuestSessionProxy:
             self._state = SessionStatus.IDLE
 
     def seed(self, seed: str) -> None:
-        """Reseed the session's ``random`` module before the next request.
+        """Set the seed with which the session's ``random`` module is reseeded before the next
+        request.
 
         Raises SessionDied if the session has ended, and SandboxError if it is busy.
         """
@@ -319,7 +320,8 @@ class GuestSessionProxy:
 
     @property
     def server_and_pid(self) -> tuple[Any, int]:
-        """The connection to the session's fork server and the process id that the server uses."""
+        """The session's fork server connection, and the session's process id as seen by that
+        server."""
         transport = self._wire.transport
         return getattr(transport, "channel", None), getattr(transport, "server_pid", -1)
 
@@ -362,7 +364,7 @@ class GuestSessionProxy:
     async def _fork(
         self, transport: ForkingTransport, cell: RunningCell | None
     ) -> GuestSessionProxy:
-        """Fork a branch of the session, after all fork requests that were made earlier.
+        """Fork a branch of the session once all earlier fork requests have been handled.
 
         Requests to fork wait for their turn. ``cell`` is the cell that was waiting for the host
         when the fork was requested, or None if the session was idle.
@@ -414,7 +416,7 @@ class GuestSessionProxy:
         self._wire.upto = 0
 
     def _check_waits(self, cell: RunningCell | None) -> None:
-        """Raise SandboxError if the session cannot be forked in its present state.
+        """Raise SandboxError if the session is in a state in which it cannot be forked.
 
         It can if it is idle, or if its cell waits for the host.
         """
@@ -459,7 +461,7 @@ class GuestSessionProxy:
         self._interrupt_again(cell, _INTERRUPTS)
 
     def _stop_for_bug(self) -> None:
-        """Stop the running cell after a bug in the host left one of the cell's calls unanswered."""
+        """Stop the running cell because a bug in the host left one of its calls unanswered."""
         if self._cell is not None:
             self._stop(self._cell)
 

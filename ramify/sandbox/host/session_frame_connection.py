@@ -203,7 +203,8 @@ def parse(
 
 
 def release_read_buffers(message: FromGuest, shared_buffers: HostGuestSharedMemory | None) -> None:
-    """Mark the shared memory as free once a message confirms that the session has read it."""
+    """Mark the shared memory as free if a message confirms that the session has read its
+    contents."""
     if message.got and shared_buffers is not None and message.got == shared_buffers.put_count:
         shared_buffers.is_free = True
 
@@ -484,7 +485,8 @@ class GuestFrameConnection:
         return self._assembler.held_bytes() + self._decoding_bytes
 
     def clear_pause_reasons(self) -> None:
-        """Clear all reasons to pause this connection, so that the remaining messages are read."""
+        """Clear all reasons for pausing this connection, so that its remaining messages are
+        read."""
         self._holds.clear()
         self.transport.resume()
 

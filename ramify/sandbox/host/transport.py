@@ -121,7 +121,7 @@ class ForkingTransport(GuestTransport, Protocol):
     """
 
     async def prepare_branch(self) -> None:
-        """Prepare a session to be forked with ``fork_branch``.
+        """Prepare a session so that it can be forked with ``fork_branch``.
 
         Raises SandboxError if the session cannot be forked.
         """
@@ -139,7 +139,7 @@ class ForkingTransport(GuestTransport, Protocol):
         ...
 
     def finish_forking(self, transport: Any) -> None:
-        """Finish a fork, and withdraw the session's permission to create a process.
+        """Finish a fork, and revoke the session's permission to create a process.
 
         Call this once the branch has started, or certainly will not start.
         """
@@ -238,7 +238,7 @@ class MessageFrameAssembler:
         self._held += data
 
     def held_bytes(self) -> int:
-        """Return the number of bytes held for incomplete frames."""
+        """Return how many of the received bytes belong to incomplete frames."""
         return len(self._held) if self._held is not None else 0
 
 
@@ -302,8 +302,7 @@ class SocketStream:
         self._read()
 
     def is_only_active(self) -> bool:
-        """Return True if this connection was used last and no other one is waiting for an
-        answer."""
+        """Return True if this was the last connection in use and no other one awaits an answer."""
         shared = self._shared
         return shared.last_used is self and shared.num_expected == self._is_expected
 
@@ -350,7 +349,7 @@ class SocketStream:
         self._update_reading()
 
     def _update_reading(self) -> None:
-        """Pause reading from a session that does not read what it was sent, or resume it.
+        """Pause or resume reading from a session, depending on whether it reads what it was sent.
 
         A guest that sends requests without reading the answers must not fill the host's memory.
         """
@@ -372,15 +371,14 @@ class SocketStream:
                 self._received(self._view[:count])
 
     def successor(self, sock: socket.socket) -> SocketStream:
-        """Close this stream, and return a stream over another socket that calls the same
-        callbacks."""
+        """Close this stream, and return a stream over ``sock`` that calls the same callbacks."""
         self.close()
         stream = SocketStream(sock, self._shared)
         stream.start_reading(self._received, self._lost)
         return stream
 
     def report_loss(self) -> None:
-        """Report that the other end of the connection has gone."""
+        """Report that the connection to the other end has been lost."""
         self._lost()
 
     def send_with_descriptors(self, data: list[Any], fds: Sequence[int]) -> None:
@@ -398,7 +396,7 @@ class SocketStream:
             raise SandboxError("the session has stopped reading its input")
 
     def write(self, data: list[Any]) -> None:
-        """Send the contents of several buffers without blocking.
+        """Send several buffers over the socket without blocking.
 
         What the socket does not accept at once is sent later. If the connection is lost, nothing is
         sent, and reading reports the loss.
@@ -460,7 +458,7 @@ class SocketStream:
             self._loop.remove_writer(self._sock.fileno())
 
     def close_silently(self) -> None:
-        """Close the stream for good, without reporting to ``lost`` that the connection has gone.
+        """Close the stream for good, without calling ``lost`` to report the end of the connection.
 
         Data still in transit is ignored.
         """

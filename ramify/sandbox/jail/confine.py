@@ -84,7 +84,7 @@ class JailSessionConfiner:
     def __init__(
         self, bounds: JailLimits, *, own_user: bool, landlock: Any, paths: bool, drops: bool
     ) -> None:
-        """Prepare what the confinement of every session needs, such as the system call filter.
+        """Prepare what all sessions need to be confined, such as the system call filter.
 
         ``own_user``: give each session its own user and mount namespaces. ``landlock``: the
         Landlock rules, or None. ``paths``: allow system calls that name files. ``drops``: drop all
@@ -159,7 +159,7 @@ class JailSessionConfiner:
 
 
 def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
-    """Return the soft and hard limit of each resource that a session's process may use.
+    """Return the soft and hard limits on the resources that a session's process may use.
 
     No limit exceeds the current hard limit.
     """

@@ -299,7 +299,7 @@ def _rights(version: int) -> int:
 
 
 class LandlockRules:
-    """The Landlock rules for the files that confined processes may read.
+    """Landlock rules that determine which files confined processes may read.
 
     The files are opened once, and the rules can then restrict any number of processes.
     """
@@ -333,7 +333,8 @@ class LandlockRules:
         return self._rule_of(fd, rights)
 
     def ruleset(self, writable: int) -> int:
-        """Create a ruleset and return its descriptor for ``apply_landlock_ruleset``.
+        """Create a Landlock ruleset and return its descriptor, which ``apply_landlock_ruleset``
+        takes.
 
         ``writable``: the descriptor of a folder that may be written to, or -1.
         """

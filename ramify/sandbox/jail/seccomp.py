@@ -179,7 +179,7 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
 
 
 def _own_pid(otherwise: int) -> list[Step]:
-    """Return filter steps that allow a system call only if a process applies it to itself.
+    """Return filter steps that allow a system call only on the calling process itself.
 
     The first argument must be 0, which means the calling process.
     """
@@ -191,7 +191,7 @@ def _deny_if_bits(index: int, bits: int) -> list[Step]:
 
 
 def _open_call_steps(flags: int) -> list[Step]:
-    """Return filter steps that let the system calls for opening files only read or write them.
+    """Return filter steps that allow files to be opened only for reading or writing.
 
     ``flags`` is the index of the argument with the open flags.
 

@@ -1,4 +1,4 @@
-"""System calls of confined processes that the host must decide on, and how it answers them.
+"""Receives system calls of confined processes, and sends the host's decisions on them.
 
 The kernel blocks each call until it is answered.
 
@@ -50,7 +50,7 @@ def is_connection_request(request: SeccompNotification) -> bool:
 
 
 def receive_seccomp_notification(listener: int) -> SeccompNotification:
-    """Return the next system call of a confined process that waits for the host's decision.
+    """Receive the next system call of a confined process on which the host must decide.
 
     Raises OSError if there is none, or if its process has ended.
     """

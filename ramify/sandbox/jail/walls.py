@@ -155,7 +155,7 @@ def _build_namespaces(
 
 
 def _wait_out(pid: int) -> None:
-    """Wait for a child process to end, kill the processes that it leaves behind, and exit too.
+    """Wait for a child process to end, kill the processes that it has left behind, and then exit.
 
     The exit status is that of the child.
     """
@@ -295,7 +295,7 @@ def scratch_folder_path(shown: list[str]) -> str:
 
 
 def readable_paths(config: dict[str, Any]) -> list[str]:
-    """Return the real paths that Python and the requested packages need to read.
+    """Return the real paths that must be readable for Python and the requested packages.
 
     Paths inside another returned path are left out.
     """
@@ -312,7 +312,7 @@ def readable_paths(config: dict[str, Any]) -> list[str]:
 
 
 def _continue_kept(let_go: Any) -> bool:
-    """Fork, and continue in the child while the parent waits to clean up after it.
+    """Fork, continue in the child, and let the parent wait to clean up after the child.
 
     The parent waits, and ends all processes that the child leaves behind.
     """
@@ -378,7 +378,7 @@ def _finish_isolation(
 
 
 def _usable_landlock_version(config: dict[str, Any]) -> int:
-    """Return the Landlock version to use, which is the kernel's unless an older one is configured.
+    """Return the newest Landlock version that both the kernel and the configuration allow.
 
     It is 0 if Landlock is disabled.
     """
@@ -448,7 +448,7 @@ def _try_known_attacks(
 
 
 def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
-    """Play the host's part for a trial session, and check the kernel features that the host needs.
+    """Play the host's role for a trial session, and check the kernel features that the host needs.
 
     Returns an error if one is missing, otherwise None.
     """

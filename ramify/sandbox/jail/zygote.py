@@ -237,8 +237,10 @@ class Zygote(forkserver.ForkServer):
         self.control.send({"op": "frozen", "id": id})
 
     def _session_folder_sizes(self) -> list[tuple[int, int]]:
-        """Return the process id and the folder size in bytes of each session that has a private
-        folder."""
+        """Return each session's process id and the size of its private folder in bytes.
+
+        Sessions without a private folder are left out.
+        """
         found = []
         for pid, prepared in self.children.items():
             if isinstance(prepared, confine.JailFolderDescriptors) and prepared.scratch >= 0:
@@ -276,7 +278,7 @@ def main(control_fd: int) -> None:
 
 
 def _use_wait(sock: socket.socket) -> None:
-    """Import modules that sessions will need, while no configuration has arrived yet."""
+    """Use the wait for the configuration to import modules that sessions will need."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     for name in forkserver.PRELOAD:

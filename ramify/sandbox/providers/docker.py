@@ -66,7 +66,7 @@ class DockerSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class DockerService:
-    """A service that starts containers on a Docker-compatible engine.
+    """A service that starts commands in new containers on a Docker-compatible engine.
 
     Implements ``remote.SandboxService``.
     """
@@ -321,7 +321,8 @@ class ContainerStdio:
     """
 
     def __init__(self, transport: asyncio.Transport, begin: bytes) -> None:
-        """Take over an HTTP connection on which the engine now sends the container's raw output.
+        """Take over an HTTP connection that the engine now uses for the container's input and
+        output.
 
         ``begin`` holds the bytes that have already arrived.
         """

@@ -199,7 +199,7 @@ class _Router(io.TextIOBase):
         return getattr(self.host, name)
 
     def close(self) -> None:
-        """Do nothing, because the host's stream must stay open."""
+        """Do nothing, because the host's output stream must stay open."""
 
 
 _guests: dict[int, SandboxGuest] = {}

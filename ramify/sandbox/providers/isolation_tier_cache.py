@@ -43,8 +43,7 @@ kept only by such processes."""
 
 
 class ProbedIsolationTier(msgspec.Struct, frozen=True):
-    """The strongest isolation level that works on this machine, and the reasons against stronger
-    ones."""
+    """The strongest isolation level that works on this machine, and why stronger ones do not."""
 
     tier: str | None
     """The tier: A, B, C, or None if not even C works."""
@@ -55,7 +54,7 @@ class ProbedIsolationTier(msgspec.Struct, frozen=True):
 
 
 class _KeptTier(msgspec.Struct, frozen=True):
-    """A cached result of the isolation test and the machine properties on which it depends."""
+    """A cached result of the isolation test, and the machine properties for which it is valid."""
 
     conditions: list[str]
     """Properties of the machine on which the result depends."""

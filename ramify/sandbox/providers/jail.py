@@ -84,7 +84,7 @@ _probed: dict[tuple[frozenset[int], int], ProbedIsolationTier] = {}
 
 
 def cache_zygote_tier(server: StartedForkServer) -> None:
-    """Read and cache the isolation level that a jail's fork server has reached.
+    """Read the isolation level that a jail's fork server has reached, and cache it.
 
     The server must have been started with ``reports``, and its report must not have been read yet.
     """
@@ -266,7 +266,7 @@ class JailSandbox(ProcessSandbox):
         )
 
     def _uses_whole_kernel(self) -> bool:
-        """Return True unless the jail must avoid some features of this machine's kernel."""
+        """Return True if the jail may use all features of this machine's kernel."""
         return not self._deny and self._landlock == NEWEST
 
     def _settle_tier(self) -> str | None:
@@ -382,7 +382,7 @@ class JailSandbox(ProcessSandbox):
         self._budget.forget(session)
 
     async def _ask_folders(self) -> None:
-        """Ask the fork servers for the sizes of all sessions' private folders, and record them.
+        """Update the recorded sizes of all sessions' private folders by asking the fork servers.
 
         The folders count towards the memory budget.
         """

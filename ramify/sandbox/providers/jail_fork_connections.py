@@ -49,7 +49,7 @@ class JailForkInProgress:
         self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
     def branch_process(self) -> ForkedSessionHandles:
-        """Return the connection and the shared files for the branch's new process."""
+        """Return the handles for the branch's new process: its connection and its shared files."""
         host_end, _, files = self._branch
         return ForkedSessionHandles(host_end, files, self._origin.channel)
 
@@ -65,7 +65,7 @@ class JailForkInProgress:
             self._origin.stream.close()
 
     def wire_for(self, pid: int) -> int:
-        """Return the descriptor of the new connection for a forked process, or -1 if it gets none.
+        """Return the descriptor of a forked process's new connection, or -1 if it gets none.
 
         The files that the process needs were already sent over that socket.
         """
@@ -106,7 +106,7 @@ _Ends = tuple[socket.socket, socket.socket, SessionSharedMemory]
 
 
 def _private_ends(origin: ForkedSessionTransport) -> _Ends:
-    """Create a connection for one of the two processes of a fork, and send the files it needs.
+    """Create the new connection and files for one of the two processes of a fork.
 
     The files are its standard input, output and buffers. Each process gets a separate standard
     input, because processes that share an open file description also share its flags. Raises

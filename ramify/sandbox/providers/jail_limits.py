@@ -152,8 +152,8 @@ class ProcessCreationGate:
     )
 
     def __init__(self, fd: int, *, counts: bool = True) -> None:
-        """Start handling the requests that the system call filter passes on through this
-        descriptor.
+        """Start to handle the requests that the system call filter forwards to the descriptor
+        ``fd``.
 
         With ``counts``, use the kernel's count of a process's open descriptors, if this kernel
         reports it.
@@ -196,7 +196,7 @@ class ProcessCreationGate:
         return is_unused
 
     def add_holder(self) -> None:
-        """Register one more branch that sends its requests to this listener."""
+        """Register one more branch whose requests arrive at this listener."""
         self._holders += 1
 
     def remove_holder(self) -> None:
@@ -248,7 +248,7 @@ class ProcessCreationGate:
         self._loop.call_later(wait_s, lambda: self._answer(id, error=error))
 
     def _hand_over(self, request: SeccompNotification) -> None:
-        """Give a forked process its new connection to the host, unless it may not have one.
+        """Hand a forked process its new connection to the host, if it is entitled to one.
 
         It gets the connection, or an error if it may not have one.
         """

@@ -73,7 +73,7 @@ class ForkableJailTransport(ForkedSessionTransport):
         return transport
 
     def _on_session_end(self) -> None:
-        """Notify the host if a session ends in the middle of a fork.
+        """Report the loss of the connection if a session ends in the middle of a fork.
 
         The session may have no connection at that moment, so the host would not notice otherwise.
         """
@@ -83,10 +83,12 @@ class ForkableJailTransport(ForkedSessionTransport):
                 self.stream.report_loss()
 
     def check_memory_isolated(self) -> None:
-        """Make the old memory files, which both processes inherited, read-only.
+        """Make sure that a session and its branch share no memory, by sealing their old memory
+        files.
 
-        The processes no longer use them. Raises SandboxError if a process has mapped one of them,
-        because the two processes would then share memory.
+        Both processes have inherited these files, which become read-only. The processes no longer
+        use them. Raises SandboxError if a process has mapped one of them, because the two processes
+        would then share memory.
         """
         old = self.forking.old if self.forking is not None else ()
         for fd in (fd for files in old for fd in files.descriptors()):
@@ -212,7 +214,7 @@ class JailBranchTransport(ForkableJailTransport, BranchSessionTransport):
     __slots__ = ("origin",)
 
     def set_origin(self, listener: ProcessCreationGate, pid: int) -> None:
-        """Record which process this branch was forked from and which gate decides on its
+        """Record the process this branch was forked from, and the gate that decides on its
         requests."""
         self.listener, self.origin = listener, pid
         listener.add_holder()

@@ -230,7 +230,7 @@ class ProcessSandbox:
             self._retire(next(iter(self._templates)))
 
     def _retire(self, key: int) -> None:
-        """Retire a template, which ends after the last of its sessions."""
+        """Retire a template process, so that it ends after the last of its sessions."""
         entry = self._templates.pop(key, None)
         if entry is None:
             return
@@ -413,7 +413,7 @@ def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
 def _start_task_quietly(
     start: Coroutine[Any, Any, ForkServerChannel],
 ) -> asyncio.Task[ForkServerChannel]:
-    """Start a task that opens a fork server, without a warning if nothing reads its exception.
+    """Start a task that opens a fork server, and mark its exception as handled.
 
     Then asyncio logs no warning about the exception even if all callers are cancelled.
     """

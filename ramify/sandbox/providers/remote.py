@@ -109,7 +109,7 @@ def _pack_boot_parcel(spec: SandboxSpec, seed: str) -> bytes:
 
 
 class SupervisorMessage(msgspec.Struct):
-    """The header of a message from the program that starts the session on the remote machine.
+    """The header of a message from the program that starts and supervises a remote session.
 
     This program is the session supervisor.
     """
@@ -176,7 +176,7 @@ SEPARATE_MACHINE = SandboxCapabilities(
 
 
 class RemoteSandbox:
-    """A sandbox on a remote service.
+    """A sandbox whose sessions run on a remote service, such as a container engine or a cloud.
 
     Every session gets a separate box, which is a container or machine. Implements ``base.Sandbox``.
     """
@@ -388,7 +388,7 @@ class RemoteTransport:
             self._note_end(f"the connection to it broke: {_summarize_error(error)}")
 
     def _next_part(self) -> bytes:
-        """Return the next bytes to send to the remote session: an urgent message or queued ones.
+        """Return the next bytes to send to the remote session.
 
         This is an urgent message, or as many waiting messages as fit into one full piece.
         """
@@ -426,7 +426,7 @@ class RemoteTransport:
         return b"".join(map(binascii.a2b_base64, lines.split(b"\n")))
 
     async def _handle_received(self, data: bytes) -> None:
-        """Handle each message from the remote session that the received data completes.
+        """Handle the messages from the remote session that the received data completes.
 
         Waits before a message while the session has paused reading.
         """

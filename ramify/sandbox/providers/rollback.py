@@ -21,7 +21,7 @@ from ramify.types.trajectory import Cell
 
 
 class RollbackSession:
-    """A session that is forked before each cell.
+    """A session that survives a killed cell, because it is forked before each cell.
 
     If the cell must be killed, the session is rolled back to the fork. Implements ``base.Session``.
     """

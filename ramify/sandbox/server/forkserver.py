@@ -304,7 +304,7 @@ class ForkServer:
     # -- setting up a session; the jail overrides this
 
     def prepare(self) -> Any:
-        """Create what the next session needs before its fork, such as its private folder.
+        """Create what the next session needs before it is forked.
 
         In this class, that is the session's folder.
         """
@@ -331,7 +331,7 @@ class ForkServer:
         return fds, set_limits(self.config["memory_bytes"], address_space_bytes())
 
     def release_after_fork(self, prepared: Any) -> None:
-        """Release what this server no longer needs once the session has been forked.
+        """Release resources that this server no longer needs once the session has been forked.
 
         Does nothing here; subclasses override it.
         """
@@ -627,7 +627,7 @@ def preload(paths: list[str], names: Sequence[str]) -> None:
 
 
 def prepare_first_fork(proc: int | None = None) -> None:
-    """Prepare this process for its first fork, for example by running common code in advance.
+    """Prepare this process to fork sessions, for example by running common code in advance.
 
     It adopts orphans and becomes the first victim of the OOM killer.
     """

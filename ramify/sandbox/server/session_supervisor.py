@@ -171,7 +171,7 @@ class SessionSupervisor:
 
 
 def _run_guest(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
-    """Set up this forked process for a remote session, and run the session until it ends."""
+    """Set up this forked process as a remote session, and run the session until it ends."""
     (wire, spool), memory = server.set_up_session_process(config["folder"], [sock.detach(), spool])
     random.seed(config["seed"])
     gc.enable()

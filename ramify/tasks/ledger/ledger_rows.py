@@ -81,8 +81,7 @@ class LedgerRowTextFormat(msgspec.Struct, frozen=True):
 
     @property
     def field_order(self) -> list[int]:
-        """The index in ``FIELDS`` of the field that each column of the text holds, from left to
-        right."""
+        """For each column of the text, from left to right, the index in ``FIELDS`` of its field."""
         return [self.order.index(column) for column in range(len(FIELDS))]
 
     def format_rows(self, rows: list[Row]) -> str:
@@ -155,7 +154,7 @@ def make_rows(
 
 
 def quantity_bound(num_rows: int) -> int:
-    """Return the bound below which all quantities of a ledger with this many rows must be.
+    """Return the exclusive upper bound on all quantities of a ledger with this many rows.
 
     It is large enough for all quantities to differ.
     """
@@ -197,7 +196,7 @@ def _plant_relevant_rows(
 
 
 def _shows_mistakes(rows: list[Row], kind: Kind, about: str) -> bool:
-    """Return True if typical mistakes of a demonstrator lead to a wrong answer for these ledger
+    """Return True if a demonstrator's typical mistakes lead to a wrong answer for these ledger
     rows.
 
     The mistakes are in ``scripted_demonstrator.py``.

@@ -69,7 +69,7 @@ _RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 
 class LedgerMistakeRates(msgspec.Struct, frozen=True):
-    """The frequencies with which a scripted demonstrator makes and repairs mistakes.
+    """How often a scripted demonstrator makes and repairs each kind of mistake.
 
     Each value is the fraction of calls in which the demonstrator has that habit.
     """
@@ -113,7 +113,7 @@ NOISY = LedgerMistakeRates(
 
 
 class LedgerDemonstratorInput(msgspec.Struct, frozen=True):
-    """What a scripted demonstrator knows about one call: the question and the document formats.
+    """What a scripted demonstrator knows about a call: its question and its documents' formats.
 
     It also knows the separator of the documents.
     """
@@ -158,8 +158,7 @@ class DemonstratorReplies:
 
     @property
     def child_call_inputs(self) -> list[LedgerDemonstratorInput]:
-        """What the demonstrator knows about each child call, in the order in which the calls are
-        made."""
+        """What the demonstrator knows about each child call, in the order of the calls."""
         scene = self._scene
         if self._strategy == "recurse" and self._mark == scene.mark:
             return [LedgerDemonstratorInput(self._child_asked, (form,)) for form in scene.formats]
@@ -395,7 +394,7 @@ class _FinalCalled(Exception):
 
 
 class _Play:
-    """A player that simulates one scripted demonstration and collects its conversations."""
+    """Simulates one scripted demonstration and collects its conversations."""
 
     def __init__(
         self,
@@ -476,7 +475,7 @@ def _compile_code(code: str) -> CodeType:
 
 
 class _Namespace:
-    """The namespace in which the demonstrator's code runs, like the one of a session."""
+    """The namespace in which the demonstrator's code runs, modelled on that of a session."""
 
     def __init__(self, context: str, rlm_query_batched: Any) -> None:
         self.answer: Any = None

@@ -326,7 +326,7 @@ def score(item: Item, trajectory: Trajectory) -> Score:
 
 
 class _KnownRows:
-    """A scorer of calls that received the item's context or one of its documents.
+    """Scores calls whose context is the item's context or one of its documents.
 
     A call's rows are recognised by the length and hash of its context.
     """
@@ -338,7 +338,7 @@ class _KnownRows:
         self._digest = functools.cache(digest_of)
 
     def right(self, call: Call) -> float | None:
-        """Return 1 for a right answer of a call, 0 for a wrong one, or None if it cannot be judged.
+        """Return 1 if a call's answer is right, 0 if it is wrong, or None if it cannot be judged.
 
         Returns None if the right answer is unknown.
         """

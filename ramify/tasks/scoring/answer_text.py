@@ -70,7 +70,7 @@ def _as_json(value: Any) -> str:
 
 
 def normalised_words(text: str) -> list[str]:
-    """Return the words of a text in a form in which two texts can be compared.
+    """Return the words of a text in a normalised form, so that two texts can be compared.
 
     Case, punctuation and articles are ignored, as in SQuAD (Rajpurkar et al. 2016).
 
@@ -82,7 +82,7 @@ def normalised_words(text: str) -> list[str]:
 
 
 def accepted_answers(gold: Any) -> list[Any]:
-    """Return a list of the gold answers that an item accepts.
+    """Return the list of answers that an item accepts as right.
 
     If ``gold`` is a list, these are its entries; otherwise it is ``gold`` itself.
     """

@@ -82,7 +82,7 @@ class BatchedReward:
         self._waiting: list[tuple[Any, Item, Future[float]]] = []
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Score one answer in a batch together with others, and return its reward.
+        """Score one answer as part of a batch, and return its reward.
 
         Raises RamifyError if the function failed for this batch.
         """

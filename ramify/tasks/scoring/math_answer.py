@@ -76,8 +76,7 @@ class MathScorer(msgspec.Struct, frozen=True):
         return expression if expression and len(expression) <= MAX_CHARS else None
 
     def as_answer(self, gold: Any) -> Any:
-        """Return the gold answer in the form of a reply that this scorer accepts, if necessary in a
-        box."""
+        """Return the gold answer in a form that this scorer accepts, such as in a LaTeX box."""
         text = as_text(gold)
         if not self.boxed or text is None or last_boxed(text, None) is not None:
             return gold

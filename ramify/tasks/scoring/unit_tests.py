@@ -139,7 +139,7 @@ def _tests(item: Item) -> Sequence[str | Mapping[str, str]]:
 
 
 def _same_output(printed: str, expected: str) -> bool:
-    """Return True if the printed and the expected output of a program have the same lines.
+    """Return True if a program's printed output has the same lines as the expected output.
 
     Trailing blanks, and empty lines at the beginning and end, are ignored.
     """
@@ -154,7 +154,7 @@ async def _no_host_calls(name: str, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 class _Bench:
-    """A background thread with an event loop, on which the sandboxes of all unit tests run.
+    """A background thread in which the sandboxes of all unit tests run on one event loop.
 
     Many threads share these sandboxes, because opening one takes 0.1 s.
     """

@@ -22,7 +22,7 @@ from ramify.types.trajectory import Cell
 
 
 class SandboxUnderTest:
-    """A sandbox that is tested by a conformance check.
+    """A wrapper for the sandbox that a conformance check tests.
 
     It keeps track of the sessions that the check opens, and closes them at the end.
 

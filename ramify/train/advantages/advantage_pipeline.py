@@ -184,7 +184,7 @@ class GroupAlgorithmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=T
         return step.build_step_advantages(every_token)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Complete a step's advantages: subtract the KL penalty if ``kl_reward`` is set.
+        """Complete a step's advantages by subtracting the KL penalty, if ``kl_reward`` is set.
 
         Then normalise them, if that had to wait for the penalty. Returns metrics.
         """
@@ -482,7 +482,7 @@ def _is_trained(call: Call, options: GroupAlgorithmOptions) -> bool:
 
 
 def _loss_token_counts(rollout: _Rollout, options: GroupAlgorithmOptions) -> dict[str, float]:
-    """Return how many tokens of each call may carry loss, by call id.
+    """Return the number of each call's tokens that may contribute to the loss, keyed by call id.
 
     If turns have separate weights, each token counts with its turn's weight.
     """
@@ -514,7 +514,8 @@ def _loss_token_counts(rollout: _Rollout, options: GroupAlgorithmOptions) -> dic
 def _per_token(
     rollout: _Rollout, counts: Mapping[str, float], gamma: float
 ) -> dict[str, list[float]]:
-    """Return the advantages of the tokens that may carry loss, as one list per call id."""
+    """Return the advantages of the tokens that may contribute to the loss, as one list per call
+    id."""
     numbers = rollout.numbers
     if (turns := rollout.turns) is not None:
         return {

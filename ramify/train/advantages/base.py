@@ -105,7 +105,7 @@ class OptimizerStepAdvantages(msgspec.Struct):
 
 
 class AlgorithmNeeds(msgspec.Struct, frozen=True):
-    """What an RL algorithm needs in addition to groups of scored rollouts."""
+    """The requirements of an RL algorithm in addition to groups of scored rollouts."""
 
     greedy: bool = False
     """Whether each group needs a greedy rollout (temperature 0) in ``Group.greedy``."""
@@ -126,7 +126,7 @@ class Algorithm(Protocol):
 
     @property
     def has_group_baseline(self) -> bool:
-        """True if a rollout is compared with others of the same task item.
+        """True if the algorithm compares a rollout with others of the same task item.
 
         A group with only one rollout then has no signal.
         """

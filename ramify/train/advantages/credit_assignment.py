@@ -581,7 +581,7 @@ def sampled_turns(call: Call) -> Iterator[tuple[int, Turn, int]]:
 
 
 def num_sampled_tokens(call: Call) -> int:
-    """Return the number of tokens of ``call`` that can carry a policy-gradient loss."""
+    """Return the number of tokens of ``call`` that can contribute to a policy-gradient loss."""
     return sum(num for _, _, num in sampled_turns(call))
 
 

@@ -196,7 +196,8 @@ class BranchEstimator(
         advantage: float,
         share: float,
     ) -> Iterator[tuple[tuple[str, int], TurnCredit]]:
-        """Yield the advantage and loss weight of each turn from ``segment`` onwards.
+        """Yield the advantage and the loss weight of each turn in ``segment`` and in the segments
+        after it.
 
         A segment is what was sampled between two forks.
 
@@ -354,7 +355,7 @@ class StateGroupEstimator(
 
 
 class _Values:
-    """The values of the segments of one forked rollout.
+    """The estimated values of all segments of one forked rollout.
 
     A segment is what was sampled between two forks.
     """

@@ -177,7 +177,8 @@ class RolloutTokenDivisor(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """The size of a rollout group: its number of rollouts and its number of tokens that carry loss.
+    """The size of a rollout group: its numbers of rollouts and of tokens that contribute to the
+    loss.
 
     Rollouts without such a token are not counted.
     """

@@ -151,7 +151,8 @@ def _configure_malloc(mmap_threshold: int, trim_threshold: int, top_pad: int) ->
 
 
 class _Speed(NamedTuple):
-    """Approximate speeds of a device, used to decide when to compute a shared prefix only once.
+    """Approximate speeds of a device, used to decide when computing a shared prefix only once saves
+    time.
 
     CPU speeds were measured on one core. GPU speeds come from data sheets, and assume that
     attention launches one kernel for each level of the prefix tree.

@@ -253,7 +253,7 @@ class ReferenceModel(Protocol):
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """Return the log-probabilities under this model of all tokens that carry loss.
+        """Return the log-probabilities under this model of all tokens that contribute to the loss.
 
         Each batch gives one array of shape [E], where E is its number of such tokens.
         """
@@ -304,7 +304,8 @@ class TrainableModel(Protocol):
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Yield each weight and its adapter without merging or gathering them.
+        """Yield each weight together with its adapter, without merging them or gathering them from
+        ranks.
 
         Yields its name, a tensor of its shape, and a function that returns the weight with its
         adapters merged. The function is None if the tensor already is the weight.
@@ -367,7 +368,7 @@ class Backend(Protocol):
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """Return the current policy's log-probabilities of the tokens that carry loss.
+        """Return the current policy's log-probabilities of the tokens that contribute to the loss.
 
         Each batch gives one array of shape [E], where E is its number of tokens that carry loss.
         The temperature and the truncation (top-p or top-k) are those with which the token was

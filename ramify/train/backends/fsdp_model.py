@@ -189,7 +189,8 @@ class FsdpBackend:
         self._steps = state["num_steps"]
 
     def entry_logprobs(self, batches: Many[Batch], base: bool) -> list[Floats]:
-        """Return log-probabilities of the tokens that carry loss, one array for each batch.
+        """Return the log-probabilities of the tokens that contribute to the loss, as one array per
+        batch.
 
         With ``base``, they are computed without the model's adapters.
         """
@@ -245,7 +246,7 @@ class FsdpBackend:
 
 
 class ShardedReference:
-    """A reference model with a sharded model's initial weights, made by disabling its adapters."""
+    """A frozen reference model: the sharded model that is trained, with its adapters disabled."""
 
     def __init__(self, trained: FsdpBackend) -> None:
         self._trained = trained

@@ -73,8 +73,8 @@ class RankSettings(msgspec.Struct, frozen=True):
 
 
 def run_follower_rank() -> None:
-    """If torchrun started this process as a non-zero rank, follow rank 0 until the run ends, then
-    exit.
+    """Follow rank 0 until the run ends and then exit, if torchrun started this process as another
+    rank.
 
     Otherwise do nothing.
     """
@@ -157,7 +157,8 @@ def check_ranks(shard: FsdpSpec, device: str, *, elsewhere: bool = False) -> int
 
 
 class JoinedRanks(NamedTuple):
-    """What rank 0 holds once all other ranks have connected to it, such as the group of ranks."""
+    """What rank 0 needs once all ranks have joined: the group of ranks, its own worker and a
+    clean-up function."""
 
     rank_group: Any
     """A ``RankGroup``, through which rank 0 calls the other ranks."""
@@ -171,8 +172,8 @@ class JoinedRanks(NamedTuple):
 
 @contextlib.contextmanager
 def _kill_on_failure(processes: Sequence[ProcessHandle]) -> Iterator[None]:
-    """Kill all started ranks if the ``with`` block raises an exception, so that a failed start
-    leaves no processes behind."""
+    """Kill all started ranks if the ``with`` block raises an exception, so that no processes are
+    left behind."""
     import torch.distributed as dist
 
     try:
@@ -352,7 +353,7 @@ def _start_rank(
 
 
 def _check_alive(processes: Sequence[ProcessHandle], rank: int) -> None:
-    """Raise TrainError if a rank's process was started here and has exited."""
+    """Raise TrainError if this process started the process of ``rank`` and it has exited."""
     if processes and processes[rank - 1].poll() is not None:
         raise TrainError(f"rank {rank} did not start: it {processes[rank - 1].exit_reason()}")
 

@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
         return orthogonalize(torch.stack(matrices))
 
     def _update_momentum(self, parameter: Tensor, beta: float) -> Tensor:
-        """Update the Nesterov momentum of a parameter's gradient, and return it."""
+        """Update a parameter's momentum with its gradient, and return the Nesterov momentum."""
         gradient = parameter.grad
         assert gradient is not None
         state = self.state[parameter]
@@ -188,7 +188,8 @@ class OptimizerWeightAccess(Protocol):
 
     @property
     def muon_class(self) -> type[Muon]:
-        """The Muon optimizer class that can update weights sharded in this way."""
+        """The Muon optimizer class for these weights, which depends on how the weights are
+        sharded."""
         ...
 
     @property

@@ -322,8 +322,8 @@ class RankModelWorker:
     def logprobs(
         self, key: str, batches: list[Batch | None], idle: Batch, base: bool
     ) -> list[Floats]:
-        """Return each batch's log-probabilities of its E loss-carrying tokens, as arrays of shape
-        [E].
+        """Return the log-probabilities of each batch's E tokens with a loss weight, as arrays of
+        shape [E].
 
         Where the list has None, the rank computes the batch ``idle`` to stay in step with the
         others, and returns nothing for it. ``base`` disables the model's adapters.
@@ -336,8 +336,8 @@ class RankModelWorker:
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
 
     def values(self, key: str, batches: list[Batch | None], idle: Batch) -> list[Floats]:
-        """Return the critic's values at each batch's E loss-carrying tokens, as arrays of shape
-        [E].
+        """Return the critic's values for each batch's E tokens with a loss weight, as arrays of
+        shape [E].
 
         Batches that are None give no result.
         """

@@ -41,7 +41,7 @@ class RankRandomStates(NamedTuple):
 
 
 class ShardedTrainingState(NamedTuple):
-    """This rank's shard of a model's training state, as written to and read from checkpoints."""
+    """This rank's shard of a model's training state, in the form that checkpoints store."""
 
     weights: Mapping[str, Any]
     """Map the name of each trained parameter to this rank's shard of it."""
@@ -156,8 +156,8 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_shapes_match(folder: Path, trained: ShardedTrainingState) -> None:
-    """Raise ConfigError if the weights in a checkpoint and those in ``trained`` differ in names or
-    shapes.
+    """Raise ConfigError if a checkpoint's weights differ in name or shape from the weights in
+    ``trained``.
 
     The error names the first tensor that differs.
     """
@@ -250,7 +250,7 @@ def _stored_tensors(name: str, tensor: Any, packed: int | None) -> dict[str, Any
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    """Return a CPU copy of a tensor, which later updates of the weights do not change."""
+    """Copy a tensor to the CPU, so that later updates of the weights do not change the copy."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 

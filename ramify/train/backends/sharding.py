@@ -181,7 +181,7 @@ class FsdpWeightSharding:
     # --- when weights are gathered
 
     def announce_last_backward(self, is_last: bool) -> None:
-        """Announce whether the next backward pass is the last one for the current batches.
+        """Tell FSDP2 whether the next backward pass is the last one for the current batches.
 
         With the option ``gather="step"``, gradients are summed over ranks only after the last pass.
         """

@@ -396,8 +396,8 @@ class SingleBackend:
         )
 
     def _top_logprobs(self, batch: Batch, num: int) -> dict[str, Tensor]:
-        """Return log-probabilities at each loss token, including those of the ``num`` likeliest
-        tokens.
+        """Return the log-probabilities of each loss token and of the ``num`` likeliest tokens at
+        its position.
 
         The logits are divided by the token's sampling temperature. They are those of the token
         itself, of the ``num`` likeliest tokens at its position, and of its candidate tokens if the

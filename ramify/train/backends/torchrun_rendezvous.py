@@ -39,7 +39,8 @@ _STORE_S = 120.0
 
 
 class RankInfo(NamedTuple):
-    """A process's rank, the number of ranks and the address of the store, as torchrun set them."""
+    """The settings that torchrun gave to a process: its rank, the number of ranks and the store's
+    address."""
 
     rank: int
     size: int

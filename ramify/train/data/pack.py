@@ -141,8 +141,8 @@ def pack(
 def copy_to_sequences(
     sequences: Many[TokenSequence], batches: Many[Batch], name: str, values: Many[Floats]
 ) -> None:
-    """Copy values that were computed for packed batches back to the sequences, as a per-token array
-    called ``name``.
+    """Copy values that were computed for packed batches back to their sequences, as a per-token
+    array ``name``.
 
     ``values`` has one array per batch. Tokens without a loss get 0.
 
@@ -162,7 +162,7 @@ def copy_to_sequences(
 
 
 def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
-    """Return a mask [E] of the batch's loss tokens with policy-gradient or distillation weight.
+    """Return a mask [E] of the loss tokens that have a policy-gradient or distillation weight.
 
     Only for such entries do log-probabilities follow the sampling temperature and truncation.
     """
@@ -266,7 +266,8 @@ def _split_trees(
 
 
 def _first_kept(radix_forest: PrefixForest, keeps: list[bool]) -> list[int]:
-    """Return, for each node, the first node at or below it that is marked in ``keeps``.
+    """Return each node's first descendant that is marked in ``keeps``, or the node itself if it is
+    marked.
 
     The tokens of a node without a mark are repeated in the nodes below it. A node without children
     is always marked.
@@ -333,8 +334,8 @@ def _cut(
 def _missing_nodes(
     tree: _Tree, leaves: list[tuple[int, int]], present: set[int]
 ) -> tuple[set[int], int]:
-    """Return the nodes between ``leaves`` and the root that ``present`` lacks, and their token
-    count.
+    """Return the nodes from ``leaves`` up to the root that are missing in ``present``, and their
+    token count.
 
     ``present`` holds the nodes of the current piece.
     """

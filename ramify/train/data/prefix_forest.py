@@ -117,7 +117,7 @@ class PrefixNodeComputeCounts:
                 self._num[node] += 1
 
     def inverse_computation_counts(self, stretch: PrefixForestNode) -> Floats:
-        """Return the weights with which repeatedly computed tokens of ``stretch`` count only once.
+        """Return token weights that make repeatedly computed tokens of ``stretch`` count only once.
 
         ``stretch`` is a run of tokens. A token that is computed c times in the step has weight 1 /
         c, so that copies do not count twice.
@@ -238,7 +238,7 @@ class PackablePrefixTree(NamedTuple):
 
 
 def loss_token_indices(sequence: TokenSequence) -> Ints:
-    """Return the indices [n] of the n tokens of ``sequence`` that carry loss.
+    """Return the indices [n] of the n tokens of ``sequence`` that contribute to the loss.
 
     Raises ValueError if the first token has a weight, since nothing predicts that token.
     """
@@ -308,7 +308,7 @@ class BatchBuilder:
         return self._batch(columns, segments, present)
 
     def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
-        """Add one batch entry for each token of a sequence that carries loss.
+        """Add one batch entry for each token of a sequence that contributes to the loss.
 
         ``places`` maps positions in the sequence to positions in the batch. It has two arrays with
         one element per stretch: the position where the stretch begins, and the offset to add to
@@ -373,7 +373,8 @@ class _Columns:
     def add_kept(
         self, kept: SamplingMask | None, tokens: Ints, plain: npt.NDArray[np.bool_]
     ) -> None:
-        """Add, for each of ``tokens``, the ids that top-p or top-k sampling could have chosen.
+        """Add the token ids that top-p or top-k sampling could have chosen at each of the positions
+        ``tokens``.
 
         The list is empty for tokens that ``plain`` marks, which carry cross-entropy. It is empty
         for all tokens if sampling was not truncated.
@@ -466,8 +467,8 @@ def _stream_names(sequences: list[TokenSequence]) -> list[str]:
 def _denominators(
     sequences: list[TokenSequence], given: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return the divisor of each loss component that has a weight in some sequence, such as ``rl``
-    or ``ce``.
+    """Return the divisor of each loss component, such as ``rl`` or ``ce``, that has a non-zero
+    weight.
 
     The divisor is taken from ``given``, or else it is the sum of the weights. Raises ValueError if
     it is not positive.

@@ -155,7 +155,7 @@ class PolicyLoss(Protocol):
 
 @runtime_checkable
 class TokenSelectingLoss(Protocol):
-    """A policy loss that treats some tokens of an optimizer step differently.
+    """A policy loss that selects some tokens of an optimizer step and treats them differently.
 
     It selects these tokens from all tokens of the step.
     """
@@ -210,7 +210,7 @@ fractions.
 
 
 def check_bounds(options: Any, where: str) -> None:
-    """Raise ConfigError if a loss has a negative bound or an empty range.
+    """Raise ConfigError if a loss has a negative bound, or a lower bound above the upper bound.
 
     No token could lie within such bounds, so training would silently learn nothing.
     """

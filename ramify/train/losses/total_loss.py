@@ -249,8 +249,8 @@ def compute(loss: LossSpec, entries: BatchLossInputs) -> tuple[Tensor, LossTally
 
 
 def loss_per_entry(loss: LossSpec, entries: BatchLossInputs) -> Tensor:
-    """Return the contribution of each token to the loss, as a tensor of shape [E] for the E tokens
-    with loss.
+    """Return the contribution of each of a batch's E loss tokens to the loss, as a tensor of shape
+    [E].
 
     It is used only for diagnosis.
     """
@@ -561,11 +561,11 @@ def mark_selected_tokens(
 
 
 def sequence_index_of_entries(batch: Batch, unit: SequenceUnit = "call") -> tuple[Ints, int]:
-    """Return the sequence index of each token with loss, counted from 0, and the number of
+    """Return the index of the sequence that each loss token belongs to, and the number of
     sequences.
 
-    A sequence is a call, even if it has several paths, or a whole rollout if ``unit`` is
-    ``rollout``.
+    The indices start at 0. A sequence is a call, even if it has several paths, or a whole rollout
+    if ``unit`` is ``rollout``.
     """
     owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
     numbers: dict[str | int, int] = {}
@@ -596,7 +596,7 @@ def _concatenate_parts(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
 
 
 def _random_token_keys(batch: Batch) -> npt.NDArray[np.uint64]:
-    """Return a reproducible pseudorandom number for each token with loss.
+    """Return a reproducible pseudorandom number for each token that contributes to the loss.
 
     It depends only on the name of the token's sequence and on its position there.
     """

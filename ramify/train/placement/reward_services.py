@@ -117,7 +117,7 @@ class RewardServices:
 
 
 class _RunningService:
-    """A running service of the run, which may be on another machine."""
+    """A judge or reward server that the run has started, possibly on another machine."""
 
     def __init__(self, hosts: Launcher, name: str, spec: RewardServiceSpec, out: Path) -> None:
         self._hosts = hosts

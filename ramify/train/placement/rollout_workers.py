@@ -68,7 +68,7 @@ _MAX_REASONS = 3
 
 
 class _Worker:
-    """One worker process as seen by the run: its connection, and the rollouts that it is
+    """The run's record of one worker process: its connection, and the rollouts that it is
     sampling."""
 
     def __init__(

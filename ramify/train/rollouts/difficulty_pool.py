@@ -42,7 +42,8 @@ class NoSignalItemFilter:
     def __init__(
         self, share: float, folder: Path, *, seed: int = 0, has_parts: bool = False
     ) -> None:
-        """Create the pool of task items without training signal, for the run in ``folder``.
+        """Create an empty record of the task items without training signal, for the run in
+        ``folder``.
 
         An item without training signal is still sampled in the fraction ``share`` of its turns, and
         skipped in the others. ``has_parts`` is True if the items belong to a mixture of tasks.

@@ -279,7 +279,8 @@ class RolloutGroupQueue:
             self._begin_groups()
 
     def resume_position(self) -> tuple[int, list[int]]:
-        """Return the next new task item and those in progress, so that the run can resume there.
+        """Return the next new task item and the items in progress, so that the run can resume
+        there.
 
         Both are given as item indices.
         """
@@ -414,7 +415,8 @@ class RolloutGroupQueue:
                     self._note_scored(entry)
 
     def _note_scored(self, entry: QueuedRolloutGroup) -> None:
-        """Record that a complete rollout group is scored, and whether it has a training signal."""
+        """Record that a complete rollout group has been scored, and whether it gives a training
+        signal."""
         assert entry.group is not None
         entry.is_scored = True
         entry.has_no_signal = bool(self._sample.max_items) and self._has_no_signal(entry.group)

@@ -119,7 +119,7 @@ class RolloutConcurrencyLimiter:
         self._let_in()
 
     async def adjust_limit(self) -> None:
-        """Look at the pressure on the engine's cache, and adjust the concurrency limit to it."""
+        """Adjust the concurrency limit to the current pressure on the engine's cache."""
         pressure = None if self._gauge is None else await self._gauge()
         if pressure is None:
             return
@@ -382,7 +382,7 @@ class TaskRolloutRunner:
         gauge: Gauge | None = None,
         rollout_worker: RolloutWorkers | None = None,
     ) -> None:
-        """Create a rollouter for the items of ``task``.
+        """Create a runner that samples rollouts for the items of ``task``.
 
         ``greedy`` adds one rollout of each item at temperature 0 (``Group.greedy``). ``gauge``
         measures the pressure on the engine's cache, which limits concurrency; None: concurrency is
@@ -624,7 +624,7 @@ class RootModeCounts(msgspec.Struct, frozen=True):
 
 
 def next_items(items: Sequence[Item], first: int) -> list[Item]:
-    """Return the task items that a run rolls out first, beginning with item number ``first``.
+    """Return the first task items that a run rolls out, beginning with item number ``first``.
 
     After the last item, the run starts over with item 0.
     """

@@ -1,4 +1,5 @@
-"""Define the interface of signals, which assign numbers to the turns and tokens of rollouts.
+"""Define the interface of training signals, which assign numbers to the turns and tokens of
+rollouts.
 
 Advantages are computed from these numbers.
 
@@ -239,8 +240,8 @@ class ConversationTokenizer(Protocol):
 
 
 class SignalContext(msgspec.Struct, eq=False, kw_only=True):
-    """Everything that a signal may need beyond the rollouts, such as items, teachers and a model
-    caller for judges."""
+    """The data and services that a signal may need beyond the rollouts, such as task items and
+    teachers."""
 
     step: int
     items: Mapping[str, Item]
@@ -264,7 +265,8 @@ class SignalContext(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Signal(Protocol):
-    """The interface of a signal, which assigns numbers to the turns and tokens of rollouts.
+    """The interface of a training signal, which assigns numbers to the turns and tokens of
+    rollouts.
 
     A recipe names its signals under ``signals``.
     """

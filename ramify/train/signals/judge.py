@@ -66,7 +66,7 @@ one sentence as <hint>…</hint> and end with \\boxed{{1}}; otherwise end with \
 
 
 def read_vote(text: str, signs: Sequence[int] = (1, -1)) -> int | None:
-    """Return the vote (a sign such as 1 or -1) in the last box of a judge's reply.
+    """Return the vote, such as 1 or -1, from the last box in a judge's reply.
 
     Returns None for anything else, such as ``\\boxed{0.5}``, ``\\boxed{+1}`` or a missing box.
     """
@@ -273,7 +273,8 @@ def build_judge(spec: Any) -> Judge:
 
 
 def checked_judge_spec(spec: Any) -> Any:
-    """Check that a recipe describes a valid judge, so that a mistake fails at the start of the run.
+    """Check that a recipe describes a valid judge, so that a mistake is reported when the run
+    starts.
 
     Returns the description. A mapping, such as one from a checkpoint, is replaced by the judge that
     it describes. A name is returned as it is, but its judge is created once, so that an unknown

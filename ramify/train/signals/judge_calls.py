@@ -94,7 +94,7 @@ class JudgeModelAccess:
 
 
 class _TrajectoryCaller:
-    """A caller that asks models about one trajectory for one signal, and records its calls.
+    """Asks models about one trajectory on behalf of one signal's judges, and records these calls.
 
     Implements ``JudgeModelCaller``.
     """
@@ -186,7 +186,7 @@ class JudgeRequestReservation:
 
 
 def attach_signals_to_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:
-    """Add the judges' calls and the signals' numbers to a trajectory.
+    """Add the judges' model calls and the signals' scores to a trajectory.
 
     Each judge call becomes the last child of the call that it judged. The numbers become
     annotations under the signal's name, on turns, and on the root as a separate reward.

@@ -113,7 +113,8 @@ class Hybrid(
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
     def with_readings(self, readings: Readings, step: int) -> BoundHybridAlgorithm:
-        """Return this hybrid algorithm with the scores that its signals gave in one training step.
+        """Bind this hybrid algorithm to the scores of its signals in one training step, and return
+        the result.
 
         It combines the outcome with the scores (``readings``) that the signals gave in that step.
         """
@@ -127,7 +128,7 @@ class Hybrid(
 
 
 class BoundHybridAlgorithm:
-    """A hybrid algorithm for one step, which holds the signals' scores of that step.
+    """A hybrid algorithm together with the scores that its signals gave in one training step.
 
     Implements ``Algorithm``.
     """
@@ -300,7 +301,7 @@ def _num_observed(rollout: RolloutAdvantages) -> int:
 
 
 def abstentions(readings: Mapping[str, SignalScore]) -> dict[str, float]:
-    """Return one signal's metrics: its abstentions by reason, and the sums of its scores'
+    """Return metrics of one signal: how often it abstained for each reason, and the sums of its
     ``counts``.
 
     ``readings`` holds its scores by trajectory.

@@ -112,7 +112,8 @@ class ScoredTrajectory(NamedTuple):
 
 
 class HybridAdvantageTermValues:
-    """The values of one hybrid term at one training step: per-token numbers or loss inputs."""
+    """The values that one hybrid term adds in one training step, as per-token numbers or loss
+    inputs."""
 
     def __init__(self, term: HybridTerm, weight: float) -> None:
         self.term = term

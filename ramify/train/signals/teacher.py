@@ -177,7 +177,7 @@ class TeacherSignal(
         hints: HintsForTrajectory,
         writing: ConversationTokenizer | None,
     ) -> list[_HintedRow]:
-        """Return the token sequences with hints that the teacher scores, one per turn and candidate
+        """Return the hinted token sequences for the teacher to score, one per turn and candidate
         hint.
 
         If a hint cannot be inserted into a prompt, the failure is counted and the turn gets no
@@ -210,7 +210,7 @@ class TeacherSignal(
     def _spans(
         self, path: CallTokenIds, call: Call, place: TurnId, hints: HintsForTrajectory
     ) -> list[SampledTokenSpan]:
-        """Return the spans of sampled tokens that the teacher scores for a hint given at turn
+        """Return the spans of sampled tokens that the teacher scores for the hint at the turn
         ``place``.
 
         If several turns have hints, each hint applies only to its own turn.
@@ -357,7 +357,8 @@ class TeacherSignal(
     async def _student_scores(
         self, rows: Sequence[_HintedRow], compares: bool, context: SignalContext
     ) -> list[TokenScores]:
-        """Return the scores of the policy (the student) for the token sequences without hints.
+        """Return the token scores of the policy (the student) for the token sequences without
+        hints.
 
         If they are not needed, nothing is computed and all results are empty.
         """
@@ -409,7 +410,8 @@ class TeacherSignal(
         teacher: Sequence[TokenScores],
         student: Sequence[TokenScores],
     ) -> list[int]:
-        """Choose one hint for each trajectory and turn, and return the indices of its rows.
+        """Choose one hint for each trajectory and turn, and return the indices of the chosen
+        ``rows``.
 
         The option ``choose`` selects either the first hint or the one with the largest ``overlap``
         of teacher and policy.
@@ -545,8 +547,8 @@ def _abstain(reading: SignalScore, reason: str) -> None:
 
 
 def needed_scorers(signals: Mapping[str, Any]) -> dict[str, float]:
-    """Return the names of the models that score tokens for ``signals``, with their moving-average
-    decays.
+    """Return the moving-average decay of each model that scores tokens for ``signals``, by model
+    name.
 
     Only ``ema``, an average of the policy's weights, uses the decay.
     """

@@ -188,7 +188,7 @@ def demonstrate(
 
 
 class _Demonstration:
-    """A demonstration in progress: its problem and the demonstrator's beliefs about the words.
+    """A demonstration in progress: its problem and the demonstrator's belief about each word.
 
     A belief is the function that the demonstrator takes a word to mean.
     """

@@ -88,7 +88,8 @@ class _InstallLibrary:
 
 
 def score(item: Item, trajectory: Trajectory) -> Score:
-    """Return the score of a rollout: the reward ``correct`` is 1 if its number is right, else 0.
+    """Return the score of a rollout: the reward ``correct`` is 1 if the final number is right, else
+    0.
 
     Metrics describe its turns and programs.
     """

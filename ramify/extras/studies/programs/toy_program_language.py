@@ -144,7 +144,7 @@ class BrokenProgramRule(msgspec.Struct, frozen=True):
 
 
 class ToyWordMeanings(msgspec.Struct, frozen=True):
-    """The secret mapping of the toy language's words to functions, and what each function computes.
+    """The toy language's secret: which function each word means, and what each function computes.
 
     A policy has to learn this mapping.
     """

@@ -1,4 +1,4 @@
-r"""Convert the demonstrations of ReTool (JoeYing/ReTool-SFT) to the message format of this engine.
+r"""Convert the demonstrations of ReTool (JoeYing/ReTool-SFT) to Ramify's message format.
 
     {"messages": [
         {"role": "user", "content": "… *user question:* What is 7! ? Remember to place the final
@@ -48,7 +48,7 @@ _TAG = re.compile(r"</?(?:code|interpreter|answer)>")
 
 
 class ToolMathDemonstration(msgspec.Struct, frozen=True):
-    """A demonstration of one math problem.
+    """A demonstration that solves one math problem, as a conversation with a Python tool.
 
     It has the fields of ``train.sft.Conversation``.
     """
