@@ -128,6 +128,7 @@ class RankGroup:
                     first = _carried_out(self._own, verb, (*shared, *(each[0] if each else ())))
                 except Exception as error:  # noqa: BLE001 (another rank may be the cause)
                     self._watch.raise_rank_lost(_describe(verb, error), rank=0, grace_s=GRACE_S)
+                # From here on rank 0 only waits, so the monitor does not blame it for a stall.
                 self._pulse.waits = True
                 others = [
                     self._watch.wait_for_result(connection) for connection in self.connections
@@ -141,6 +142,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Shut down the group's other ranks, and kill those that do not exit in time."""
+        # First, because ranks that exit as they are asked to would be reported as lost.
         self._watch.close()
         for connection in self.connections:
             with contextlib.suppress(OSError):
@@ -162,6 +164,7 @@ def _carried_out(own: Any, verb: str, arguments: Sequence[Any]) -> _Outcome:
     try:
         return _Outcome(getattr(own, verb)(*arguments))
     except RamifyError as error:
+        # Methods raise such errors on all ranks or on none, so none waits for another afterwards.
         return _Outcome(error=error)
 
 
@@ -207,6 +210,7 @@ def _method_types(kind: Any, verb: str) -> tuple[list[Any], Any]:
 def _run_called_method(own: Any, call: RankMethodCall) -> RankMethodResult:
     """Run the method that rank 0 has called, and return its result as a message."""
     parameters, _ = _method_types(own.__class__, call.verb)
+    # Not strict, because rank 0 may leave out arguments that have defaults.
     arguments = [decode(data, kind) for data, kind in zip(call.arguments, parameters, strict=False)]
     ended = _carried_out(own, call.verb, arguments)
     if ended.error is not None:
@@ -253,6 +257,7 @@ def serve_rank_zero(
                     traceback.print_exc()
                     ended = RankMethodResult(broke=_describe(request.verb, error))
             talk.send(ended)
+            # Others may wait for this rank in a collective operation, so the group cannot go on.
             if ended.broke:
                 _exit_rank(rank, ended.broke)
     finally:

@@ -30,6 +30,7 @@ from ramify.errors import TrainError
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIZE = 32
+# A stranger in a rank's place stalls a start for this long, not for the group's own timeout.
 _WAIT_S = 40.0
 _SETTING = threading.RLock()
 
@@ -132,6 +133,7 @@ def _exchange_messages(group: Any, messages: list[bytes], device: Any) -> list[b
     received = torch.empty_like(sent)
     options = dist.AllToAllOptions()
     options.timeout = timedelta(seconds=_WAIT_S)
+    # On the backend itself, because torch.distributed does not know the group of a weight sync.
     group.alltoall_base(received, sent, [], [], options).wait()
     data = received.cpu().numpy().tobytes()
     return [data[at : at + _SIZE] for at in range(0, len(data), _SIZE)]

@@ -330,6 +330,7 @@ class BudgetLedger:
 
         Waiting requests are served in order. Raises LimitReached if the amount can never fit.
         """
+        # First, so that a request that waits here does not hold budget that other runs need.
         await self._reserve(amount)
         if self.shared is None:
             return
@@ -544,6 +545,7 @@ class BudgetReservation:
         self.amount = max_request_amount(
             self.usage.input_tokens, self.usage.output_tokens, self._price
         )
+        # A server may also charge for a model without a known price.
         if excess.cost > self.amount.cost:
             self.amount = self.amount._replace(cost=excess.cost)
         return self.amount != before
@@ -586,6 +588,7 @@ class BudgetReservation:
             usage, cost = self.usage, self.cost
         reserved, is_excess = self.amount, self._ledger.is_excess(self.amount, usage, cost)
         if is_excess:
+            # First, because settling may refuse other requests, whose error quotes this report.
             self.record_excess(usage, cost, request)
         self._ledger.settle(reserved, usage, cost)
         return self._ledger.last_excess if is_excess else ""

@@ -450,6 +450,7 @@ class _Levels:
             o_more, lse_more, more = self._kernel.forward(
                 q, k, v, level.queries, level.keys, False, scale
             )
+            # No row occurs twice: segments of one depth have no descendants in common.
             o, lse = o_THd[level.rows], lse_HT[:, level.rows]
             _merge_attention(_heads_first(o), lse[None], _heads_first(o_more), lse_more[None])
             o_THd[level.rows], lse_HT[:, level.rows] = o, lse

@@ -138,6 +138,7 @@ class LocalEngine:
     @torch.inference_mode()
     def step(self) -> list[GenerationState]:
         """Run one forward pass of the model, and return the sequences that it completed."""
+        # CPU time, which does not depend on the other processes of the machine.
         started = time.thread_time()
         self._drop_cancelled()
         self._make_room()
@@ -295,6 +296,7 @@ class LocalEngine:
 
         The result is at least 64, also when all sequences have been cancelled.
         """
+        # The CPU's key cache rounds up to 64 in any case, and powers of 2 would take more memory.
         return min(-(-max(num_tokens, 1) // 64) * 64, self._most_tokens())
 
     def _resize(self, num_slots: int, capacity: int) -> None:
@@ -307,6 +309,7 @@ class LocalEngine:
 
     def _num_fitting_slots(self, capacity: int) -> int:
         """Return how many KV-cache slots of ``capacity`` tokens fit into memory."""
+        # The cache of transformers grows with each sequence, so its size is not planned here.
         if not self.runner.bytes_per_token:
             return self.room.slots
         return max(
@@ -404,6 +407,7 @@ class EngineThread:
             if self._done.pop(generation, None) is not None:
                 self.engine.cancel(generation)
 
+        # ``close`` ends all sequences itself, and a caller that cleans up must not get an error.
         if not self._is_closed:
             self._put(run)
 

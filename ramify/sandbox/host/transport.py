@@ -146,6 +146,7 @@ class ForkingTransport(GuestTransport, Protocol):
         ...
 
 
+# More than the default buffer of a Unix socket (208 KiB), so one read usually takes everything.
 SCRATCH_BYTES = 1 << 18
 _MOST_READS = 16
 """Maximum number of consecutive reads of a socket. This is more than enough to read all data that
@@ -204,6 +205,7 @@ class MessageFrameAssembler:
     def is_single_frame(self, data: memoryview) -> bool:
         """Return True if ``data`` is exactly one complete frame and no earlier bytes are
         waiting."""
+        # The length takes 4 bytes, the version 1, and the length of the header 4.
         size = len(data)
         return self._held is None and size >= 9 and int.from_bytes(data[:4], "little") == size - 4
 
@@ -303,6 +305,7 @@ class SocketStream:
 
     def is_only_active(self) -> bool:
         """Return True if this was the last connection in use and no other one awaits an answer."""
+        # Of many sessions in turn, one may be asked when all others have answered: it is not alone.
         shared = self._shared
         return shared.last_used is self and shared.num_expected == self._is_expected
 
@@ -401,6 +404,7 @@ class SocketStream:
         What the socket does not accept at once is sent later. If the connection is lost, nothing is
         sent, and reading reports the loss.
         """
+        # Before the next line, after which this connection always is the one used last.
         self._is_quick = self.is_only_active()
         self._shared.last_used = self
         if not self._is_expected:
@@ -466,13 +470,13 @@ class SocketStream:
         self._received = self._lost = do_nothing
 
     def close(self) -> None:
-        # By number: asyncio describes a socket that it does not find, with four system calls.
         self._shared.num_expected -= self._is_expected
         self._is_expected = False
         if self._shared.last_used is self:
             self._shared.last_used = None
         fd = self._sock.fileno()
         if fd >= 0:
+            # By number: asyncio describes a socket that it does not find, with four system calls.
             self._loop.remove_reader(fd)
             self._loop.remove_writer(fd)
             with contextlib.suppress(OSError):

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from ramify.sandbox.jail import primitives, seccomp
 else:
+    # In the fork server, where Ramify is not installed: see host/guest_module_files.py.
     primitives = sys.modules["ramify_jail_primitives"]
     seccomp = sys.modules["ramify_jail_seccomp"]
 
@@ -99,6 +100,7 @@ class JailSessionConfiner:
         )
         self._has_folder = own_user and bounds.files_bytes > 0
         if self._has_folder:
+            # Once here, because in a session it would write to memory pages that sessions share.
             os.environ.update(HOME=bounds.scratch, TMPDIR=bounds.scratch)
         self._limits = _limits(bounds, own_user)
 
@@ -109,6 +111,7 @@ class JailSessionConfiner:
         """
         scratch = -1
         if self._has_folder:
+            # Inodes need kernel memory that the size does not include.
             size, inodes = (
                 str(self._bounds.files_bytes),
                 str(max(self._bounds.files_bytes >> 14, 64)),
@@ -148,6 +151,7 @@ class JailSessionConfiner:
         """
         if self._drops:
             primitives.drop_capabilities()
+        # Then other processes of its user cannot read its memory or list its descriptors.
         primitives.prctl(primitives.PR_SET_DUMPABLE, 0)
         listener = self._filter.install(listener=True)
         with socket.socket(fileno=wire) as end:
@@ -155,6 +159,7 @@ class JailSessionConfiner:
                 [b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener]))]
             )
             end.detach()
+        # With the listener, a session could answer its own requests.
         os.close(listener)
 
 
@@ -175,6 +180,7 @@ def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, in
     for name, value in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
+        # RLIM_INFINITY is -1 in Python, so it would be the minimum.
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
         settings.append((number, (limit, limit)))
     return settings

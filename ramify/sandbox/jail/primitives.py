@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ramify.sandbox.jail import seccomp_requests as requests
 else:
+    # In the fork server, where Ramify is not installed: see host/guest_module_files.py.
     requests = sys.modules["ramify_jail_seccomp_requests"]
 
 NEWNS, NEWCGROUP, NEWUTS = 0x20000, 0x2000000, 0x4000000
 NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000
 
+# The attributes of fsmount and mount_setattr with these names have the same values.
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _MNT_DETACH = 2
@@ -110,6 +112,7 @@ _forking.restype = ctypes.c_long
 
 
 _machine = os.uname().machine
+# The kernel writes the child's thread id there, as in fork(). The parent's would stay otherwise.
 _tid_place = ctypes.c_ulong()
 """Address at which the C library stores this thread's id. 0 if the kernel does not report it."""
 _libc.prctl(
@@ -124,6 +127,7 @@ _clone_arguments = tuple(
             requests.FORKS_APART[bool(_tid_place.value)],
             0,
             0,
+            # The fourth argument on x86_64, the fifth on aarch64; the other one (tls) is ignored.
             *[_tid_place.value] * 2,
         ),
     )
@@ -140,6 +144,7 @@ def fork_sibling() -> int:
     while True:
         try:
             return check_call_result(_forking(*_clone_arguments), "fork")
+        # Not InterruptedError: Python does not turn a subclass of OSError into it.
         except OSError as error:
             if error.errno != _EINTR:  # a signal arrived before the host's answer
                 raise
@@ -178,6 +183,7 @@ def replace_all_descriptors(number: int) -> None:
     """
     while True:
         try:
+            # In each attempt, because a signal handler may have opened a file meanwhile.
             _closerange(0, 1 << 20)
             syscall(requests.WIRE_CALL, number, what="take a new wire")
             break
@@ -236,6 +242,7 @@ def pivot_root(root: str) -> None:
     It must be a mount.
     """
     os.chdir(root)
+    # The old root gets the same place, on top of the new one, so it needs no folder there.
     syscall(_PIVOT_ROOT[os.uname().machine], b".", b".", what="pivot_root")
     unmount(".")
     os.chdir("/")
@@ -246,6 +253,8 @@ def create_detached_tmpfs(options: dict[str, str]) -> int:
 
     Returns a descriptor for ``place_mount`` and ``freeze_filesystem``.
     """
+    # Unlike with mount(), only the session that places it ever has it among its mounts.
+    # Command 1 of fsconfig sets a string, 6 creates; the other 1s mean close-on-exec.
     context = syscall(_FSOPEN, b"tmpfs", 1, what="fsopen tmpfs (Linux 5.2)")
     try:
         for name, value in options.items():
@@ -259,6 +268,7 @@ def create_detached_tmpfs(options: dict[str, str]) -> int:
 
 
 def place_mount(fd: int, target: str) -> None:
+    # 4: the descriptor itself is moved, since its path is empty.
     syscall(_MOVE_MOUNT, fd, b"", _AT_FDCWD, target.encode(), 4, what=f"move_mount to {target}")
 
 
@@ -267,6 +277,7 @@ def freeze_filesystem(fd: int) -> None:
 
     Raises SyscallRefusedError (busy) while a file in it is open for writing.
     """
+    # 1 | 8: close-on-exec, and an empty path. Command 0 sets a flag, 7 reconfigures.
     context = syscall(_FSPICK, fd, b"", 1 | 8, what="fspick")
     try:
         syscall(_FSCONFIG, context, 0, b"ro", None, 0, what="fsconfig ro")
@@ -329,6 +340,7 @@ class LandlockRules:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             return None  # a missing file needs no rule
+        # For a file, the kernel refuses rules with rights that only folders have.
         rights &= self._rights if os.path.isdir(path) else _FILE_RIGHTS
         return self._rule_of(fd, rights)
 

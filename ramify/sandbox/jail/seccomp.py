@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ramify.sandbox.jail import primitives
     from ramify.sandbox.jail import seccomp_requests as requests
 else:
+    # In the fork server, where Ramify is not installed: see host/guest_module_files.py.
     requests = sys.modules["ramify_jail_seccomp_requests"]
     primitives = sys.modules["ramify_jail_primitives"]
 
@@ -256,6 +257,7 @@ _STEPS: dict[str, int | list[Step]] = {
         _load_argument(1), (_EQUAL, 1, 0, _SOL_SOCKET), _return_step(ENOPROTOOPT),
         *_one_of(2, _SOCKET_OPTIONS, [_return_step(ENOPROTOOPT)]),
     ],
+    # Urgent data on a session's connection would make the host wait.
     "sendto": _deny_if_bits(3, _MSG_OOB),
     "recvfrom": _deny_if_bits(3, _MSG_OOB),
     "sendmsg": _deny_if_bits(2, _MSG_OOB),
@@ -269,6 +271,7 @@ _STEPS: dict[str, int | list[Step]] = {
     "openat": _open_call_steps(2),
     "prlimit64": [
         _load_argument(0), (_EQUAL, 1, 0, 0), _return_step(EPERM),
+        # Without new limits (both halves of the pointer are 0), it only reads the limits.
         _load_argument(2), (_EQUAL, 0, 3, 0), _load_argument(2, 1), (_EQUAL, 0, 1, 0), _return_step(ALLOW),
         _load_argument(1), (_EQUAL, 0, 1, _RLIMIT_AS), _return_step(ALLOW),
         (_EQUAL, 0, 1, _RLIMIT_NOFILE), _return_step(ALLOW), _return_step(EPERM),
@@ -377,6 +380,7 @@ class SeccompFilter:
         This requires the flag no_new_privs. With ``listener``, return the descriptor at which calls
         that need an answer arrive.
         """
+        # SECCOMP_FILTER_FLAG_NEW_LISTENER
         flags = 8 if listener else 0
         return primitives.syscall(
             self._number,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ramify.sandbox.jail import confine, primitives, seccomp
     from ramify.sandbox.jail import seccomp_requests as requests
 else:
+    # In the fork server, where Ramify is not installed: see host/guest_module_files.py.
     requests = sys.modules["ramify_jail_seccomp_requests"]
     primitives = sys.modules["ramify_jail_primitives"]
     seccomp = sys.modules["ramify_jail_seccomp"]
@@ -40,6 +41,7 @@ else:
 
 _ROOT = "/tmp"
 """Folder in which the new root is assembled. The host's /tmp is hidden in this namespace only."""
+# The zygote's ids in its user namespace. Sessions see 65534, because theirs maps no ids.
 _INSIDE = 1000
 _NOBODY, _FIRST_UID, _UIDS = 65534, 0x70000000, 0x0FFF0000
 _SPACES = (
@@ -139,6 +141,7 @@ def _build_namespaces(
         try:
             walls = _enter_spaces(config, missing)
         except BaseException as error:  # noqa: BLE001  (reported to the process that continues without it)
+            # An empty message would mean success.
             os.write(write_end, _describe_cause(error).encode()[:4000] or b"unknown")
             os._exit(1)
         os.close(write_end)
@@ -159,6 +162,7 @@ def _wait_out(pid: int) -> None:
 
     The exit status is that of the child.
     """
+    # Open copies would hide the end of the zygote's streams from the host and the parent.
     os.closerange(3, 1 << 20)
     primitives.prctl(primitives.PR_SET_CHILD_SUBREAPER, 1)
     status = os.waitpid(pid, 0)[1]
@@ -173,8 +177,10 @@ def _wait_out(pid: int) -> None:
 
 def _enter_spaces(config: dict[str, Any], missing: dict[str, str]) -> ReachedIsolation:
     _die_with_parent()
+    # The new root has no /proc. Later steps map ids and measure memory through this one.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     is_root = os.geteuid() == 0
+    # The user that root becomes later may not be able to read the folders that are mounted.
     if is_root:
         primitives.unshare(primitives.NEWNS, "mount namespace as root (CAP_SYS_ADMIN)")
     else:
@@ -188,6 +194,7 @@ def _enter_spaces(config: dict[str, Any], missing: dict[str, str]) -> ReachedIso
     primitives.pivot_root(_ROOT)
     if is_root:
         _become_nobody(proc)
+    # Again, because a change of the user clears it.
     _die_with_parent()
     readable += ["/dev/null", *mounts]
     return _finish_isolation("A", missing, config, proc, readable, own_user=True, outer=False)
@@ -246,11 +253,14 @@ def _build_root(readable: list[str], mounts: dict[str, str]) -> None:
     ``mounts`` maps paths in it to files or folders of the host.
     """
     places = {path: path for path in readable} | mounts
+    # Opened before /tmp is covered, where some may be. Sorted, so that parents are mounted first.
     sources = {
         place: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path))
         for place, path in sorted(places.items())
     }
+    # Otherwise the mounts below could spread to the host's namespace.
     primitives.mount(None, "/", None, primitives.MS_REC | primitives.MS_PRIVATE)
+    # Not among the sources: make_read_only would make this device unusable.
     null = os.open("/dev/null", os.O_PATH | os.O_CLOEXEC)
     flags = primitives.MS_NOSUID | primitives.MS_NODEV
     primitives.mount("tmpfs", _ROOT, "tmpfs", flags, "size=4m,mode=755")
@@ -264,6 +274,7 @@ def _build_root(readable: list[str], mounts: dict[str, str]) -> None:
         os.makedirs(_ROOT + folder, exist_ok=True)
     _bind_mount(null, _ROOT + "/dev/null", False)
     os.close(null)
+    # 0x20: MS_REMOUNT. For this mount alone: make_read_only would include that of /dev/null.
     primitives.mount(None, _ROOT, None, 0x20 | primitives.MS_BIND | primitives.MS_RDONLY | flags)
 
 
@@ -301,6 +312,7 @@ def readable_paths(config: dict[str, Any]) -> list[str]:
     """
     # The search path of a process without ``site`` is the standard library.
     candidates = [path for path in sys.path if path.startswith("/")]
+    # This folder has libpython, if Python is not the system's own.
     candidates += [os.path.join(sys.base_prefix, "lib"), *config["shown"]]
     candidates += _SYSTEM
     paths = sorted({os.path.realpath(path) for path in candidates if path and os.path.exists(path)})
@@ -337,7 +349,9 @@ def _no_spaces(
         if os.path.isdir("/proc/self")
         else -1
     )
+    # Before preload, which adds folders to sys.path that sessions may read only in part.
     readable = [*readable_paths(config), *dict(config["mounts"]).values(), "/dev/null"]
+    # Root becomes another user below, who may not be able to read the standard library.
     preload(tier == "C" or os.geteuid() == 0)
     if os.geteuid() == 0:
         _drop_root()
@@ -361,6 +375,7 @@ def _finish_isolation(
     outer: bool,
 ) -> ReachedIsolation:
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
+    # Tier C is used where Landlock is missing, or did not work at tier B.
     version = _usable_landlock_version(config) if tier in "AB" else 0
     bounds = confine.JailLimits(
         config["cpu_s"], config["files_bytes"] if tier == "A" else 0, scratch_folder_path(readable)
@@ -369,6 +384,7 @@ def _finish_isolation(
         bounds,
         own_user=own_user,
         paths=tier != "C",
+        # A process has all capabilities in its separate user namespace.
         drops=own_user,
         landlock=primitives.LandlockRules(readable, config["listed"], version) if version else None,
     )
@@ -438,6 +454,7 @@ def _try_known_attacks(
         walls.confinement.apply_resource_limits()
         walls.confinement.finish(fd)
         found = sum(1 << n for n, attack in enumerate(_ATTACKS.values()) if _succeeds(attack))
+        # No attack: this shows whether the kernel can insert descriptors, as after a fork.
         primitives.replace_all_descriptors(3)
         os.close(3)
     except OSError as error:
@@ -523,6 +540,7 @@ def _succeeds(attack: Any) -> bool:
     return True
 
 
+# The highest bit of an exit status; the lower seven are those of the attacks.
 _NOT_STARTED = 1 << 7
 _TRIAL_S, _TRIAL_END_S = 10.0, 60.0
 _MEMFD_FLAGS = getattr(os, "MFD_CLOEXEC", 1) | getattr(os, "MFD_ALLOW_SEALING", 2)
@@ -533,6 +551,7 @@ _ATTACKS = {
     "create a process": os.fork,
     "signal another": lambda: os.kill(os.getppid(), 0),
     "write to a file": lambda: os.close(os.open(os.__file__, os.O_WRONLY)),
+    # Access mode 3, for neither reading nor writing, which no version of Landlock denies.
     "empty a file": lambda: os.close(os.open(os.devnull, os.O_TRUNC | os.O_ACCMODE)),
     "rename a file": lambda: os.rename(os.__file__, os.__file__),
 }

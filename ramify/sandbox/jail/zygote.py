@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ramify.sandbox.jail import confine, primitives, seccomp, walls
     from ramify.sandbox.server import forkserver, process_setup
 else:
+    # In the fork server, where Ramify is not installed: see host/guest_module_files.py.
     from ramify_guest import session_forking
 
     forkserver = sys.modules["ramify_server_forkserver"]
@@ -146,6 +147,7 @@ class InMemoryStdlibImporter:
             return None
         path = self._modules[name][0]
         spec = ModuleSpec(name, self, origin=path, is_package=path.endswith("__init__.py"))  # type: ignore[arg-type]
+        # Then the module has __file__, as if it had been loaded from the file.
         spec.has_location = True
         return spec
 
@@ -154,6 +156,7 @@ class InMemoryStdlibImporter:
 
     def exec_module(self, module: ModuleType) -> None:
         path, source = self._modules[module.__name__]
+        # Otherwise the __future__ import of this file would apply to the module.
         exec(compile(source, path, "exec", dont_inherit=True), vars(module))
 
 
@@ -168,6 +171,7 @@ def _store_library() -> None:
     folders = [place for place in dict.fromkeys(places) if os.path.isdir(place)]
     for folder in folders:
         with contextlib.suppress(OSError):
+            # These can be loaded only from their files, so not later in a session.
             for file in os.listdir(f"{folder}/lib-dynload"):
                 name = file.partition(".")[0]
                 # The module _tkinter would load Tcl and Tk.
@@ -199,16 +203,20 @@ class Zygote(forkserver.ForkServer):
     def set_up_session_process(
         self, prepared: confine.JailFolderDescriptors, fds: list[int]
     ) -> tuple[list[int], tuple[int, int]]:
+        # The host knows the processes of a session by its session id.
         os.setsid()
         confinement, proc = self._walls.confinement, self._walls.proc
+        # Now, because the confined process can no longer read /proc.
         mapped = process_setup.address_space_bytes(proc if proc >= 0 else None)
         confinement.set_up_session_process(prepared)
+        # Not in the zygote, which may still import modules whose hooks sessions do not need.
         confine.restore_fork_hooks()
         fds = process_setup.keep_only_descriptors(fds)
         process_setup.tie_to_parent(self.pid)
         memory = process_setup.set_limits(self.config["memory_bytes"], mapped)
         confinement.apply_resource_limits()
         confinement.finish(fds[0])
+        # Last, because the kernel also counts descriptors in transit, such as the listener.
         process_setup.limit_open_files()
         return fds, memory
 
@@ -261,7 +269,9 @@ class Zygote(forkserver.ForkServer):
 
 def main(control_fd: int) -> None:
     """Run the zygote until the host is gone."""
+    # A collection would write to pages that are shared with sessions; these enable it again.
     gc.disable()
+    # Inherited by sessions, so that an interrupt before their guest is ready does not end them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = forkserver.ForkServerEndpoint(socket.socket(fileno=control_fd))
     _use_wait(control.sock)
@@ -293,6 +303,7 @@ def _run_zygote(control: Any, config: dict[str, Any]) -> None:
     With ``config["reports"]``, report the isolation as soon as it is built. With
     ``config["probes"]``, end after that.
     """
+    # At tier A, the library and the packages exist only at their real paths.
     sys.path[:] = [os.path.realpath(path) for path in sys.path]
     config["paths"] = [os.path.realpath(path) for path in config["paths"]]
     if config["deny"]:

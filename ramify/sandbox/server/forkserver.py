@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         tie_to_parent,
     )
 else:
+    # In this process, Ramify is not installed: see host/guest_module_files.py.
     from ramify_guest import (
         guest,
         interpreter_state,
@@ -201,6 +202,7 @@ class ForkServer:
 
         A template also stops once it has been retired and has no sessions left.
         """
+        # Again, because a template inherits this object from the fork server.
         self.pid = os.getpid()
         if self.apart is not None:  # its parts then lie on pages that sessions share
             self._guest = self._make_guest(_USUAL_FDS)
@@ -208,6 +210,7 @@ class ForkServer:
         awake, wakeup = (
             os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else nonblocking_pipe()
         )
+        # Without a handler in Python, the signal would not write to the wakeup descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         poll = select.poll()
@@ -309,6 +312,7 @@ class ForkServer:
         In this class, that is the session's folder.
         """
         self._num_opened += 1
+        # With the process id, because templates use the folder of their server, too.
         folder = os.path.join(self.config["folder"], f"{os.getpid()}-{self._num_opened}")
         os.mkdir(folder, 0o700)
         return folder
@@ -397,6 +401,7 @@ class ForkServer:
         Returns the bytes of their texts, by the digest of the file.
         """
         mapped: dict[str, memoryview] = {}
+        # There may be several messages, because one carries at most 253 descriptors.
         while len(mapped) < count:
             header, fds = self.control.receive()
             for (digest, start, num_bytes), fd in zip(header["places"], fds, strict=True):
@@ -483,6 +488,7 @@ class ForkServer:
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             for pid, prepared in self.children.items():
+                # A template notices the host's end itself, and first ends its own sessions.
                 if prepared is not _TEMPLATE:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
@@ -490,6 +496,7 @@ class ForkServer:
             self.kill_orphans()
             if not self.children and _next_dead() is None:
                 break
+            # Short, because the host waits for this when it closes a sandbox.
             time.sleep(0.002)
         for pid in self.children:  # only a hanging template is left
             with contextlib.suppress(OSError):
@@ -533,6 +540,7 @@ def _in_child(life: Any) -> None:
     except BaseException:  # noqa: BLE001  (whatever happened, it must not continue as a server)
         sys.__excepthook__(*sys.exc_info())
     finally:
+        # The host has words for this status: see host/transport.py.
         os._exit(70)
 
 
@@ -564,6 +572,7 @@ def _run_warmup_cells(
     host, guest_end = socket.socketpair()
     wire, spool = guest_end.detach(), os.memfd_create("rehearsal")
     with host:
+        # The guest's replies are never read. Those of a few cells fit into the socket's buffer.
         for id in range(cells):
             host.sendall(
                 b"".join(
@@ -589,7 +598,9 @@ def _run_warmup_cells(
 
 def main(control_fd: int) -> None:
     """Run the fork server until the host closes the connection."""
+    # A collection would write to pages that are shared with sessions; these enable it again.
     gc.disable()
+    # Inherited by sessions, so that an interrupt before their guest is ready does not end them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = ForkServerEndpoint(socket.socket(fileno=control_fd))
     config, _ = control.receive()
@@ -603,6 +614,7 @@ def main(control_fd: int) -> None:
     except OSError:
         pass  # the host went away during the start
     finally:
+        # Only for a start that failed, because ``serve`` does not return.
         delete_folder(config["folder"])
 
 
@@ -634,9 +646,11 @@ def prepare_first_fork(proc: int | None = None) -> None:
     if sys.platform == "linux":
         adopt_orphans()
         with contextlib.suppress(OSError):
+            # In a jail, /proc may have no path, only a descriptor.
             path = "/proc/self/oom_score_adj" if proc is None else "self/oom_score_adj"
             fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
             os.write(fd, b"1000")  # sessions are killed before any other process
             os.close(fd)
     _warm_up()
+    # Then collections in sessions do not write to the objects that exist now.
     gc.freeze()  # without a collection, which takes milliseconds and would find next to nothing

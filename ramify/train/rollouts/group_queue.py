@@ -339,6 +339,7 @@ class RolloutGroupQueue:
             num_groups_to_begin(self._sample, self.open_groups, self._step, self._num_steps)
         ):
             number, item = self._take_next_item()
+            # Names set seeds, and with staleness the step of a group's start depends on timing.
             name = (
                 f"item={number}"
                 if self._sample.max_staleness
@@ -428,6 +429,7 @@ class RolloutGroupQueue:
         returned.
         """
         ready = [entry for entry in self._completed_groups() if not entry.has_no_signal]
+        # A later step scores the rest; without staleness, this step closes all of them.
         if self._sample.max_staleness:
             ready = sorted(ready, key=lambda entry: entry.number)[: self._sample.items]
         return [entry for entry in ready if not entry.is_scored]
@@ -591,6 +593,7 @@ def num_groups_to_begin(
     free = (1 + ahead) * rules.items - (len(begun) - num_zero_variance)
     if not rules.max_items:
         return free
+    # This step may try ``max_items`` groups; those begun ahead are for later steps.
     if rules.max_staleness or not begun:
         return min(free, ahead * rules.items + rules.max_items - len(begun))
     # Without staleness, groups begin in rounds; each round is as large as should be enough.
@@ -609,6 +612,7 @@ def has_enough_groups(
 
     ``begun`` holds all groups that have begun, complete or not.
     """
+    # Groups that are completed later would be too old for the next step.
     if not rules.max_staleness and len(whole) < len(begun):
         return False
     complete = {id(group) for group in whole}

@@ -292,6 +292,7 @@ class RolloutAttempt:
             return trajectory
 
     def _on_task_end(self, task: asyncio.Task[Trajectory]) -> None:
+        # Read even if it is not used, since asyncio logs exceptions that were never retrieved.
         error = None if task.cancelled() else task.exception()
         if self.result.done():
             return
