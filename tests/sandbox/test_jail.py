@@ -262,6 +262,14 @@ def test_session_folder_is_private_and_size_limited() -> None:
     with_jail(test, files_bytes=1 << 20)
 
 
+def test_file_may_be_as_large_as_the_folder() -> None:
+    async def test(jail: JailSandbox) -> None:
+        code = "import os\nwith open('f', 'wb') as f: f.truncate(300 << 20)\nos.path.getsize('f')"
+        assert await value(await jail.open(), code) == str(300 << 20)
+
+    with_jail(test, files_bytes=512 << 20)
+
+
 def test_packages_of_the_host_are_importable_on_request() -> None:
     async def test(jail: JailSandbox) -> None:
         session = await jail.open()

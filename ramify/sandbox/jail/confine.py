@@ -102,7 +102,9 @@ class JailSessionConfiner:
         if self._has_folder:
             # Once here, because in a session it would write to memory pages that sessions share.
             os.environ.update(HOME=bounds.scratch, TMPDIR=bounds.scratch)
-        self._limits = _limits(bounds, own_user)
+        self.max_file_bytes = max(bounds.files_bytes, _SPOOL_BYTES)
+        """Maximum size of a session's file: that of its whole folder, or of its output file."""
+        self._limits = _limits(bounds.cpu_s, self.max_file_bytes, own_user)
 
     def prepare_session(self) -> JailFolderDescriptors:
         """Create a session's private folder and Landlock rules before its process is forked.
@@ -163,7 +165,7 @@ class JailSessionConfiner:
         os.close(listener)
 
 
-def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
+def _limits(cpu_s: int, max_file_bytes: int, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
     """Return the soft and hard limits on the resources that a session's process may use.
 
     No limit exceeds the current hard limit.
@@ -172,8 +174,8 @@ def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, in
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
         "SIGPENDING": 64,
-        "CPU": bounds.cpu_s,
-        "FSIZE": max(bounds.files_bytes, _SPOOL_BYTES),
+        "CPU": cpu_s,
+        "FSIZE": max_file_bytes,
         "NPROC": MAX_THREADS if own_user else _ALL_THREADS,
     }
     settings = []

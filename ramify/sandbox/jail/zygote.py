@@ -213,7 +213,9 @@ class Zygote(forkserver.ForkServer):
         confine.restore_fork_hooks()
         fds = process_setup.keep_only_descriptors(fds)
         process_setup.tie_to_parent(self.pid)
-        memory = process_setup.set_limits(self.config["memory_bytes"], mapped)
+        memory = process_setup.set_limits(
+            self.config["memory_bytes"], mapped, confinement.max_file_bytes
+        )
         confinement.apply_resource_limits()
         confinement.finish(fds[0])
         # Last, because the kernel also counts descriptors in transit, such as the listener.

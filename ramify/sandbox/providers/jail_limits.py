@@ -124,7 +124,7 @@ def _own_pages(pid: int) -> int:
 
 
 # System call numbers on x86-64 and aarch64
-_CLONE, _TGKILL, _SETSID = (56, 220), (234, 131), (112, 157)
+_CLONE, _TGKILL = (56, 220), (234, 131)
 _EPERM = 1
 _MOST_FILES = 264
 """Upper bound of a session's descriptor numbers (see ``process_setup.limit_open_files``)."""
@@ -218,8 +218,6 @@ class ProcessCreationGate:
         id, pid, number, _ = request
         if seccomp_requests.is_connection_request(request):
             self._hand_over(request)
-        elif number in _SETSID and pid in self.branches:
-            self._answer(id, flags=CONTINUE)
         elif self._is_granted(request):
             self._forks[pid].close_origin_connection()
             if self._answer(id, flags=CONTINUE):  # or a signal came first, and it asks again

@@ -103,14 +103,17 @@ def keep_only_descriptors(fds: list[int]) -> list[int]:
     return moved
 
 
-def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
+def set_limits(
+    memory_bytes: int, mapped: int, max_file_bytes: int = MAX_FILE_BYTES
+) -> tuple[int, int]:
     """Set the resource limits of one session's process, such as its memory.
 
     Returns two limits on address space in bytes: one that applies while a cell runs, and a higher
-    one for the guest itself. Both include the ``mapped`` bytes inherited in the fork.
+    one for the guest itself. Both include the ``mapped`` bytes inherited in the fork. No file may
+    become larger than ``max_file_bytes``.
     """
     memory = mapped + memory_bytes
-    for name, limit in {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "AS": memory + GUEST_BYTES}.items():
+    for name, limit in {"CORE": 0, "FSIZE": max_file_bytes, "AS": memory + GUEST_BYTES}.items():
         _set_limit(getattr(resource, f"RLIMIT_{name}"), limit, limit)
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     return (
