@@ -160,6 +160,20 @@ def test_engine_reports_cache_pressure() -> None:
     assert running.pressure == CachePressure(0.0, 0, 0)
 
 
+def test_released_cache_is_no_pressure_and_loses_no_tokens() -> None:
+    asked = [{**request, "max_tokens": 20, "stop_ids": ()} for request in requests(3)]
+    running = engine(POLICY)
+    states = [GenerationState(**request) for request in asked]
+    for state in states:
+        running.add(state)
+    for _ in range(5):
+        running.step()
+    running.release_cache()
+    assert running.pressure == CachePressure(0.0, 3, 0)
+    drained(running)
+    assert_as_expected(states, asked)
+
+
 def test_preemption_loses_no_tokens() -> None:
     """Replies grow until fewer slots fit; the preempted ones restart from their ids."""
     asked = [{**request, "max_tokens": 90, "stop_ids": ()} for request in requests(6)]

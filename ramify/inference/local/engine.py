@@ -164,12 +164,12 @@ class LocalEngine:
     def release_cache(self) -> None:
         """Release the memory of the KV cache until a sequence needs it.
 
-        Running sequences return to the queue and are recomputed later.
+        Running sequences return to the queue and are recomputed later. They do not count as
+        preempted, since a caller asked for the memory, and the cache was not too small.
         """
         for slot in reversed(self._slots.running()):
             self._waiting.appendleft(self._owner(slot))
             self._slots.release(slot)
-            self.num_preempted += 1
         self._slots.invalidate_cache()
         self.runner.invalidate_cache()
         self._resize(1, min(_LEAST_CAPACITY, self.room.window))
