@@ -210,7 +210,7 @@ def _method_types(kind: Any, verb: str) -> tuple[list[Any], Any]:
 def _run_called_method(own: Any, call: RankMethodCall) -> RankMethodResult:
     """Run the method that rank 0 has called, and return its result as a message."""
     parameters, _ = _method_types(own.__class__, call.verb)
-    # Not strict, because rank 0 may leave out arguments that have defaults.
+    # Not strict, because rank 0 need not pass arguments that have defaults.
     arguments = [decode(data, kind) for data, kind in zip(call.arguments, parameters, strict=False)]
     ended = _carried_out(own, call.verb, arguments)
     if ended.error is not None:
@@ -257,7 +257,7 @@ def serve_rank_zero(
                     traceback.print_exc()
                     ended = RankMethodResult(broke=_describe(request.verb, error))
             talk.send(ended)
-            # Others may wait for this rank in a collective operation, so the group cannot go on.
+            # Others may wait for this rank in a collective operation, so the group cannot continue.
             if ended.broke:
                 _exit_rank(rank, ended.broke)
     finally:

@@ -572,6 +572,7 @@ def _usage(reported: Any) -> Usage:
         fields.get("prompt_tokens"),
         fields.get("completion_tokens"),
         total=fields.get("total_tokens"),
+        # The second name is that of DeepSeek.
         cached=inputs.get("cached_tokens") or fields.get("prompt_cache_hit_tokens"),
         stored=inputs.get("cache_write_tokens"),
         reasoning=outputs.get("reasoning_tokens") or fields.get("reasoning_tokens"),

@@ -262,6 +262,7 @@ class RateLimitedClientPool:
             account.charge_full_reservation(str(lost))
             raise lost from None
         except ModelError as error:
+            # A wait that is too long for this request must not pause all others to the model.
             if isinstance(error, RateLimited) and retries.is_wait_acceptable(error):
                 gate.slow_down(entered, self.backoff_s(error, retries.failed + 1))
             (account.charge_full_reservation if error.may_be_paid else account.release)(str(error))
@@ -356,6 +357,7 @@ class RateLimitedClientPool:
             import random  # few runs have failures
 
             self._random = random.Random()
+        # 2.0 ** 1024 overflows, and patience does not limit the number of failures.
         backoff_s = self._random.uniform(
             0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** min(failed - 1, 9))
         )
@@ -521,6 +523,7 @@ class RequestRetryPolicy:
 
         This is at least the time spent waiting between attempts.
         """
+        # The clock does not show the waits if the pool's ``sleep`` is one that returns at once.
         return max(self._waited_s, _now_s() - self._began_s) if self.failed else 0.0
 
     def _report(self, error: ModelError, wait_s: float) -> None:
@@ -638,6 +641,7 @@ class AdaptiveConcurrencyLimiter:
 
     async def _wait_for_slot(self) -> None:
         slot = asyncio.get_running_loop().create_future()
+        # In turn: a success may have raised the limit, which by itself admits no request.
         self._waiting.append(slot)
         self._admit()
         try:

@@ -287,6 +287,7 @@ def spawn(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | Non
     This is meant for finalizers: the garbage collector may call one at any line, even in the loop's
     own thread, where waiting would deadlock.
     """
+    # Without the lock, which this thread may hold when the garbage collector interrupts it.
     used = on or _loop
     if used is None or used.is_closed():
         work.close()

@@ -282,6 +282,7 @@ class ModelRequestSender:
             if self._hold_final_budget(call, new, tokens, 0) is None:
                 call.shrunk = (tokens, str(exceeded)) if tokens < usual else None
                 return None
+        # Before the first turn, the error states the least amount, since even that is too much.
         if call.messages:
             self.ledger.refusals[exceeded] = refusal
         return exceeded
@@ -296,6 +297,7 @@ class ModelRequestSender:
         """
         asked = Request(tuple(new), model=call.client.name)
         prompt = call.history.input_tokens_upper_bound(len(call.messages), asked)
+        # The 1000 also cover the message that asks for the final answer.
         most = Usage(
             prompt + reply_tokens + output_tokens + 1000,
             min(self._last_word_tokens(call), reply_tokens),
@@ -363,6 +365,7 @@ class ModelRequestSender:
         if recording is not None:
             if turn.last_word is not None and recording.is_unanswered(call.id, call.turn):
                 # The run is closing: a final request replaces the recorded one, which was cut off.
+                # Its attempts first: once its request is dropped, none counts as in flight.
                 self._repeat_attempts(recording, turn)
                 recording.drop_request(call.id, call.turn)
             turn.use_recorded_prompt(recording)
@@ -457,6 +460,7 @@ class TurnRequester:
                 reused, Request(new, schema=schema, tools=tools, model=model)
             ),
             request.sampling.max_tokens,
+            # Recorded as it is for an attempt whose usage is unknown.
             calls=1,
             unknown_calls=1,
         )

@@ -171,6 +171,7 @@ class RlmCall:
         if outcome.answer is None and outcome.error is None:
             why = f"the child ended without an answer ({outcome.stop})"
             return msgspec.structs.replace(outcome, error=why)
+        # A cell gets any complete answer, even of a child that failed. An error would raise.
         is_complete = outcome.answer is not None and not isinstance(
             outcome.failure, ReplyTruncatedError
         )
@@ -300,6 +301,7 @@ class RlmCall:
         notes = list(action.ignored)
         turn = self.call.turn - 1
         deferred, self._state.deferred = self._state.deferred, _NOTHING
+        # The model wrote an answer, not a cell: if this code fails, the text itself may count.
         if not action.codes and (codes := final_expression_code(action.final)):
             _, final = await self._run_cells(msgspec.structs.replace(action, codes=codes), turn, [])
             reports = list[str]()
@@ -326,6 +328,7 @@ class RlmCall:
         Accept an answer that was waiting for confirmation; otherwise remind the model. After
         ``max_idle`` such replies in a row, end the call.
         """
+        # A model that only calls tools that it was not offered ends like an idle one.
         if action.was_attempted and not action.tool_call_ids:
             self._state.deferred = deferred
             return None, self._observation(action, [observation_messages.NOT_RUN], notes)
@@ -421,6 +424,7 @@ class RlmCall:
     ) -> tuple[Cell, dict[str, Any]]:
         run, place = self.run, (self.call.id, turn, index)
 
+        # Asked for at each host call, but made once, because it counts the tool calls.
         @functools.cache
         def answer() -> Answer:
             host = CellHostCallHandler(run, self.call, turn, index, self.run_child, self._closed_by)
@@ -496,6 +500,7 @@ class RlmCall:
         for candidate in (self._state.deferred, self._state.partial, prose or None):
             if candidate is _NOTHING or candidate is None:
                 continue
+            # What can be parsed in a truncated text may be only the beginning of an answer.
             is_text = candidate is prose and not self._state.is_cut
             with contextlib.suppress(TypeMismatch):
                 kind = self._state.kind
@@ -652,6 +657,7 @@ class RlmCall:
         unknown = self._state.pending if known else [*call.messages, *self._state.pending]
         tokens = known + sum(len(message.content) for message in unknown) // 3
         most = self.scaffold.compact_at * call.client.window
+        # Up to the first reply, there is hardly anything that a summary could shorten.
         if tokens + run.requests.sampling.max_tokens <= most or len(call.messages) <= 3:
             return
         run.note(
@@ -664,6 +670,7 @@ class RlmCall:
         except (LimitReached, ModelError) as error:
             run.note(call, f"the summary failed ({error}); continuing with the full history")
             return
+        # Usually the system prompt and the question. The summary should state the question, too.
         self._state.reused = 2
         self._state.pending = [
             Message("user", observation_messages.CONTINUE.format(summary=reply.message.content))

@@ -108,6 +108,9 @@ class RunHandle:
         self._earlier = earlier
         self._run: SharedRunState | None = None
         self._requested_stop: Stop | None = None
+        self._is_recorded = False
+        """True once the journal has the start of this question. A question that is rejected earlier
+        has no end either: in a conversation, that would hide the answer before."""
         self._thread = threading.get_ident()
         self._on_blocked = event_loop_thread.on_blocked.get()
         with (
@@ -231,6 +234,7 @@ class RunHandle:
                 )
         except asyncio.CancelledError:
             outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
+            # A suspension cancels once. If more is left, the caller has cancelled the run, too.
             if run is None or run.ending.suspension is None or self._task.uncancel():
                 raise
             outcome = failed_outcome(run.ending.suspension, self.recorder.is_stored)
@@ -374,6 +378,7 @@ class RunHandle:
                 config=config,
             )
         )
+        self._is_recorded = True
 
     def _finish_run(self, outcome: CallOutcome, run: SharedRunState | None) -> CallOutcome:
         """Record the end of the run, and release its resources.
@@ -382,7 +387,7 @@ class RunHandle:
         becomes a failure.
         """
         try:
-            if self.recorder.trajectory.id:
+            if self._is_recorded:
                 self.recorder.emit(self._end_of(outcome, run))
         except (StoreError, EventLoopBlockedError) as error:  # its journal ends as if killed
             return failed_outcome(error, self.recorder.is_stored)

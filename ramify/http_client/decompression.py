@@ -41,6 +41,7 @@ class HttpBodyDecompressor:
         Raises MalformedResponse if they are damaged or the body exceeds the size limit.
         """
         try:
+            # One byte more shows that there is too much; a limit of 0 would mean none.
             unpacked = self._zlib.decompress(data, self._left + 1)
         except zlib.error as failure:
             raise MalformedResponse(f"the reply is not valid {self._encoding}: {failure}") from None

@@ -60,6 +60,7 @@ _PACKED_PIECE_BYTES = 1 << 14
 _JSON = "application/json"
 _HEADERS = {"User-Agent": "ramify", "Accept": _JSON}
 _HEADER = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+: [\t\x20-\x7e\x80-\xff]*")
+# Checked here, because the parser also takes HTTP/2.0, RTSP, ICE and blank lines before the head.
 _STARTS = b"HTTP/1."
 _TLS_ALERT = b"\x15\x03"
 
@@ -324,8 +325,10 @@ class HttpConnectionPool:
                 server_hostname=host,
                 ssl_handshake_timeout=self._connect_s,
             )
+            # start_tls returns None if the connection was lost right after the handshake.
             if upgraded is None:
                 raise ConnectionResetError
+            # start_tls does not call this, as the connection is not new to asyncio.
             secured.connection_made(upgraded)
             return secured
         except BaseException:
@@ -612,6 +615,7 @@ class _Connection(asyncio.Protocol):
         if self._poll is None:
             self._poll = select.poll()
             self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        # The kernel knows what has arrived, or that the server closed, before the event loop does.
         return not self._poll.poll(0)
 
     async def tunnel(self, connect: bytes) -> None:
@@ -632,6 +636,7 @@ class _Connection(asyncio.Protocol):
         if status == 407:
             text = "the proxy answered 407: it wants a user and password in its URL"
             raise _ProxyRefused(text, transient=False)
+        # In TLS the client speaks first, so early bytes cannot be those of the server.
         if status != 200 or is_early:
             raise _ProxyRefused(f"the proxy answered {status}", transient=status >= 500)
 
@@ -854,6 +859,7 @@ class HttpResponseParser:
                 )
             self._is_chunked = True
         elif "content-length" in headers:
+            # The parser has refused anything but digits, and a header that is given twice.
             self._left = int(headers["content-length"])
             self._check_body_size(self._left)
             self.is_complete = not self._left
@@ -890,6 +896,7 @@ class HttpResponseParser:
                 return
             raise _malformed_response("it switches to a protocol that was not asked for") from None
         except httptools.HttpParserError as error:
+            # Raised by a method below, which the parser calls: it wraps every exception in its own.
             if isinstance(error.__context__, ModelError):
                 raise error.__context__ from None
             text = str(error)  # one of llhttp's own sentences

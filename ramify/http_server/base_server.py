@@ -215,6 +215,7 @@ class AiohttpServer:
         """
         try:
             if self._address.is_local:
+                # Against pages whose host name their site points to this machine (DNS rebinding).
                 check_host(http, self.url)
             check_origin(http)
             http[CALLER] = self._caller(http)
@@ -280,6 +281,7 @@ def _listeners(address: ListenAddress) -> list[socket.socket]:
             listener.bind((place[0], port, *place[2:]))
             listener.setblocking(False)
             listener.listen(_BACKLOG)
+            # If the port was 0, the first listener picks one, and the others get the same.
             port = listener.getsockname()[1]
     except (OSError, OverflowError) as error:
         for listener in listeners:

@@ -114,6 +114,7 @@ class HttpServerConnections:
         for connection in self.waiting:
             patience = _EVICT_IDLE_S if connection.is_idle else _EVICT_S
             if now - connection.waits_since > patience:
+                # Now, because connection_lost is called later, and accept would close more of them.
                 self.waiting.pop(connection)
                 self.all.discard(connection)
                 connection.force_close()
@@ -136,6 +137,7 @@ class HttpServerConnection(web.RequestHandler):
             loop=loop,
             access_log=None,  # type: ignore[arg-type]
             lingering_time=_LINGERING_S,
+            # Otherwise aiohttp would unpack a body as it arrives, before any check of the request.
             auto_decompress=False,
         )
         self._table = table

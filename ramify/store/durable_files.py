@@ -408,12 +408,14 @@ class BlobStore:
         """Store a blob that the caller provides in pieces, under its SHA-256 hash."""
         path = self.path(digest)
         make_folder(path.parent, self._flusher.fsync)
+        # A new file needs no lock: it is recent, and recent blobs are not deleted.
         with self._hold(fcntl.LOCK_SH):
             if _touch_if_complete(path, num_bytes):
                 return
         temporary = path.with_name(f".{digest[:16]}.{os.getpid()}.{os.urandom(6).hex()}")
         try:
             _write(temporary, pieces)
+            # Not flushed first, since that takes milliseconds: ``get`` finds what a crash damaged.
             _rename(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -505,6 +507,7 @@ class BlobStore:
         Other processes respect the lock. It prevents one process from deleting a blob while another
         skips writing it because it exists.
         """
+        # Opened each time: threads that share an open file also share its lock.
         lock = self.root / ".lock"
         try:
             fd = os.open(lock, os.O_RDWR | os.O_CREAT, FILE_MODE)
@@ -525,6 +528,7 @@ def _touch_if_complete(path: Path, size: int) -> bool:
     The blob then counts as just stored.
     """
     try:
+        # A crash of the machine may have left an incomplete file, which is then replaced.
         if path.stat().st_size != size:
             return False
         os.utime(path)

@@ -152,6 +152,7 @@ class ChecksummedLineWriter:
             self._closed = True
         self._flusher.request_flush(self._fd, self)
         self._flusher.wait_for_flushes(self)
+        # Before the lock is released, or this could delete the file of the next writer.
         writer_process_file(self.path).unlink(missing_ok=True)
         # Unlock explicitly: a process forked from this one may still hold the descriptor.
         fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -358,6 +359,7 @@ def checksum_chain_at_end(fd: int, path: Path) -> ChecksumChain:
     if has_checksum(tail):
         chain.advance(tail)
         return chain
+    # In a journal of an earlier version: the next checksum also covers all of its lines.
     for number, line in enumerate(lines(path), start=1):
         problem = chain.damage_reason(line)
         if problem and not has_checksum(line):
@@ -380,6 +382,7 @@ def encode_line(event: msgspec.Struct, secrets: SecretRedactor) -> bytes:
 
     Secrets are redacted.
     """
+    # The encoder would write null, which cannot be read as a log-probability.
     if (
         type(event) is ReplyReceived
         and event.reply.logprobs

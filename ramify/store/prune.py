@@ -195,6 +195,7 @@ class StorePruner:
         if not candidates:
             return 0
         # A run stores a blob just before its journal refers to it, so recent blobs may be needed.
+        # Checked before the journals are read: meanwhile, a run may name a blob and end.
         writing = any(
             find_writer_process(path.with_suffix(".jsonl")) for path in self._runs.glob("*.writer")
         )

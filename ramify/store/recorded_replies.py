@@ -356,10 +356,12 @@ class RunEventIndex:
         while below:
             id = below.pop()
             for child in made.get(id, ()):
+                # The turn of a leaf is a step of its strategy, not a turn of its parent.
                 is_of_cell = (
                     self._parents[child].turn == cut[id] - 1 or self._kinds.get(child) == "leaf"
                 )
                 end = self._ends.get(child)
+                # With a reply, the limit may be that of the reply's own length, not of the run.
                 has_reply = self._kinds.get(child) == "lm" and (child, 0) in self._replies
                 if is_of_cell and end is not None and end.stop is stop and not has_reply:
                     cut[child] = self._first_forgotten(child, turns.get(child, []))
@@ -444,6 +446,7 @@ class RunEventIndex:
         """
         self.ended = None
         self._failed_end = False
+        # Unlike a killed run, one that ends normally records what these may have cost.
         self._booked.update(self._requests)
         for id, ended in list(self._ends.items()):
             is_stopped = ended.stop in (Stop.CANCELLED, Stop.SUSPENDED) and ended.answer is None
@@ -567,6 +570,7 @@ def _key(event: AnyEvent) -> Key:
         case RunResumed():
             return (RunResumed, "", tuple(event.forgets.items()))
         case RequestAttemptFailed():
+            # With its time: a repeated run emits it unchanged, and a similar new one differs.
             return (RequestAttemptFailed, event.call, event.turn, event.error, event.at_s)
         case RunEnded():
             return (RunEnded, event.stop, event.at_s)

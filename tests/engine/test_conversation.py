@@ -4,10 +4,11 @@ question's own limits."""
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from ramify import Limits, ModelError, SandboxSpec, Stop
+from ramify import ConfigError, Limits, ModelError, RunEnded, SandboxSpec, Stop, Store
 from ramify.testing.scripted_client import refused
 from tests.engine.helpers import client, code, rlm
 
@@ -43,6 +44,21 @@ def test_deadline_interrupts_code_of_a_later_question() -> None:
         (Stop.DEADLINE, 9),
         (Stop.FINAL, 6),
     ]
+
+
+def test_rejected_question_hides_no_recorded_answer(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with rlm(["FINAL(5)", "FINAL(6)"], store=store) as r:
+        with r.conversation("text") as c:
+            first = c.ask("?")
+            with pytest.raises(ConfigError, match="max_cost"):
+                c.ask("?", limits=Limits(max_cost=1.0))
+            kept = store.load(first.run_id)
+            second = c.ask("again?")
+        assert (kept.stop, kept.answer) == (Stop.FINAL, 5)
+        assert r.recorded(first.run_id).answer == second.answer == 6
+    ends = [event for event in store.events(first.run_id) if isinstance(event, RunEnded)]
+    assert [end.answer for end in ends] == [5, 6]
 
 
 def test_concurrent_questions_are_answered_in_turn() -> None:

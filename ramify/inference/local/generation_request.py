@@ -160,6 +160,7 @@ def sample_ids(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
     ids_n1 = torch.searchsorted(
         cumulative_nV, uniforms_n[:, None] * cumulative_nV[:, -1:], right=True
     )
+    # If logits are NaN, the search ends beyond the last id, where ``gather`` would fail.
     return ids_n1[:, 0].clamp_(max=logprobs_nV.shape[1] - 1)
 
 
@@ -250,6 +251,7 @@ class GenerationState:
         self._stop = tuple(stop)
         self._decode = decode
         digest = hashlib.blake2b(seed.encode(), digest_size=16).digest()
+        # Not a torch generator, which on a CPU uses only 32 bits of its seed.
         self.uniform = random.Random(int.from_bytes(digest)).random
         """A function that returns this generation's next random number in [0, 1), and is called
         once per token."""

@@ -158,6 +158,7 @@ class PrefillDecodeAttention:
         self._write = cache.writer(self._rows_of(step))
         self._decoding = cache.build_decode_attention(step) if step.slots else None
         spans = zip(step.spans, wanted or [True] * len(step.spans), strict=True)
+        # Not sorted first: the tokens of a chunk are one slice of the step's tokens, in order.
         self._chunks = [_chunk(cache, list(group)) for _, group in groupby(spans, _batch_key)]
 
     def __call__(
@@ -231,6 +232,7 @@ class _FirstSlots:
             hidden_nT.shape, dtype=cache.kv.dtype, device=last_n.device
         ).masked_fill_(hidden_nT, float("-inf"))
         self._bias_n1T = bias_nT[:, None]
+        # In bf16, two products would round the scores and the weights between them.
         self._two_products = cache.kv.dtype == torch.float32
         self._bias_m1T = (
             self._bias_n1T.repeat_interleave(cache.heads, 0)
@@ -242,6 +244,7 @@ class _FirstSlots:
         """Return the attention output [n, H, d] of one layer for the query tokens of n slots."""
         heads, size = self._cache.heads, self._cache.size
         k, v = (block[: self._n * heads, : self._length] for block in self._cache.blocks[layer])
+        # Query heads that share a key head are rows of one product, so each key is read once.
         q_mgd = q_nHd.reshape(self._n * heads, -1, size)
         # 1.1 to 1.7 times as fast on a CPU as the single call, and exact elsewhere.
         if self._two_products:

@@ -194,6 +194,7 @@ class TransformersModelRunner:
         self._module: Any = module
         self._device = next(module.parameters()).device
         takes = inspect.signature(module.forward).parameters
+        # State-space models have their own name for the cache.
         self._field = "cache_params" if "cache_params" in takes else "past_key_values"
         self._memories: list[_Memory] = []
         self._can_extend = self._can_cut = True
@@ -488,6 +489,7 @@ class _PreparedRunner(BatchedStepModelRunner):
         self._prepared = decoder
 
     def invalidate_cache(self) -> None:
+        # PyTorch's fused AdamW changes weights without a new version number, so copies may be old.
         self._prepared.drop_weight_copies()
 
 
@@ -540,6 +542,7 @@ def _try_single_pass(module: Any) -> BatchedStepModelRunner | None:
         trunk = TransformersTrunk(module)
     except ConfigError:
         return None
+    # A step needs the same: attention that can be replaced, and no other mixing of tokens.
     if not trunk.can_share_prefixes:
         return None
     try:
@@ -558,6 +561,7 @@ def _is_consistent(runner: BatchedStepModelRunner, module: Any) -> bool:
     vocabulary = module.config.get_text_config().vocab_size
     first, second = ([(start + 13 * index) % vocabulary for index in range(8)] for start in (1, 5))
     runner.resize_cache([], 2, 8)
+    # Each kind of step: a prompt, one beside decoding, decoding alone, and a continued prompt.
     steps = [
         EngineStep(spans=[SlotTokenSpan(0, 0, first[:5])]),
         EngineStep([0], [5], first[5:6], [SlotTokenSpan(1, 0, second[:6])]),

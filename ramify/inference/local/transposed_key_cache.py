@@ -230,6 +230,7 @@ class _RowSums(NamedTuple):
 
         There is one weight per row number.
         """
+        # Mode 0 is a sum; the last argument says that ``bounds`` has the end of the last sum, too.
         sums: Tensor = torch.embedding_bag(
             table, self.rows, self.bounds, False, 0, False, weights, True
         )[0]

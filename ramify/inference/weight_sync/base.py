@@ -54,6 +54,7 @@ from torch import Tensor, nn
 
 CHUNK_BYTES = 32 << 20
 """Bytes per chunk, unless a single tensor is larger. A sync needs memory for two chunks."""
+# Bytes can be viewed as another type only from a multiple of its item size on.
 ALIGNMENT = 64
 _ALLOCATE: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
 """The system call that reserves file space. None on macOS, where free space is checked instead."""
@@ -473,6 +474,7 @@ def create_locked_file(path: Path) -> int:
     Returns the descriptor that holds the lock.
     """
     while True:
+        # O_NOFOLLOW, since every user may write to /dev/shm and put a link there.
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
@@ -503,6 +505,7 @@ def remove_stale_files(folder: Path) -> None:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # While locked, so that a process that waits for the lock sees the removal.
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:

@@ -101,11 +101,13 @@ class GlooWeightSync:
             except TimeoutError as error:
                 raise RuntimeError(f"an engine did not join the group: {error}") from None
             finally:
+                # Also after a failure, so that ``close`` disconnects the engines that did join.
                 self._store = KeyValueStoreServer(channels)
         group = _GroupSpec(self.backend, 0, self._size, self._timeout_s, self._address == LOOPBACK)
         try:
             self._group = _form_group(group, self._store.store, listener.key)
         except TrainError as error:
+            # The caller ignores a RuntimeError here, because the engines' replies tell the reason.
             raise RuntimeError(str(error)) from None
 
     def chunks(
@@ -173,6 +175,7 @@ class BroadcastWeightReceiver:
             int(info["rank_offset"]),
             int(info["world_size"]),
             float(info["timeout_s"]),
+            # On the loopback, the trainer listens on a Unix socket, whose address is a path.
             ticket.address.startswith("/"),
         )
         self._channel: AuthenticatedChannel | None = None
@@ -254,12 +257,15 @@ def _form_group(spec: _GroupSpec, store: Any, key: bytes) -> Any:
 
     Raises TrainError if a member does not have the secret key.
     """
+    # Not ``init_process_group``: a process has one default group, which the trainer's ranks use.
     timeout = timedelta(seconds=spec.timeout_s)
     if spec.backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo
         options: Any = gloo._Options()
         options._timeout = timeout
         is_linux = sys.platform.startswith("linux")
+        # By default gloo listens on the host's name, which may not resolve, or may be reachable
+        # from other machines.
         device = {"interface": "lo"} if spec.is_local and is_linux else {}
         options._devices = [gloo.create_device(**device)]
         group: Any = gloo(store, spec.rank, spec.size, options)
@@ -273,6 +279,7 @@ def _form_group(spec: _GroupSpec, store: Any, key: bytes) -> Any:
 
 def _broadcast(group: Any, bytes: Tensor) -> None:
     group.broadcast(bytes, 0).wait()
+    # NCCL's ``wait`` only orders GPU streams; callers need to know that the bytes have arrived.
     if bytes.is_cuda:
         torch.cuda.synchronize(bytes.device)
 

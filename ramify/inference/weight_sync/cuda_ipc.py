@@ -53,6 +53,7 @@ class CudaIpcWeightSync:
             _, length = offsets(source.num_bytes for source in part)
             buffer = torch.empty(length, dtype=torch.uint8, device="cuda")
             pack_into_buffer(buffer, part)
+            # An engine does not wait for the GPU stream of this process.
             torch.cuda.synchronize()
             self._held = [*self._held[-1:], buffer]
             yield WeightChunk(
@@ -89,6 +90,7 @@ class CudaIpcWeightReceiver:
             : int(info["length"])
         ]
         yield from tensor_views(info, buffer)
+        # The engine's reply allows the trainer to free the memory, so all copies must be done then.
         torch.cuda.synchronize()
 
     def finished(self, version: str) -> None: ...

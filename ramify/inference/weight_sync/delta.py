@@ -219,6 +219,7 @@ class DeltaWeightSync:
         memory. With ``layers``, a change to one tensor sends the whole part of the layer, such as
         its attention, for engines that fuse several tensors into one.
         """
+        # The files of a version are a whole checkpoint, and their chunk names no tensors.
         if by == "delta" or by == "file":
             raise ConfigError(
                 f"the weight sync 'delta' cannot send by '{by}': use by=shared, gloo or nccl"
@@ -325,6 +326,7 @@ class DeltaWeightSync:
             parts = [[*self._part(source)] for source in together]
             if not any(parts):
                 continue
+            # All of the part: vLLM fills what is missing of a fused tensor with undefined values.
             for source, changed in zip(together, parts, strict=True):
                 yield from changed or [source]
 
@@ -390,6 +392,7 @@ class DeltaWeightSync:
         The base matrix is yielded first if the engines do not have it yet.
         """
         name = source.name
+        # The engines will have the sum with the adapter, not the values of this copy.
         self._have.pop(name, None)
         if name not in self._bases:
             yield _to_lazy_weight(name + _BASE, _narrow_losslessly(adapted.base(), source.dtype))
@@ -402,6 +405,7 @@ class DeltaWeightSync:
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
         """Return the positions of a weight's changed values, or None if it should be sent whole."""
         num = now_N.numel()
+        # Twice the limit, so that sampling errors rarely send a tensor whole that changed little.
         if num > _SMALL and differing_share(now_N, had_N) > 2 * _FEW:  # a sample is enough
             return None
         if not self._places or num > _MOST_PLACES:
@@ -422,6 +426,7 @@ class DeltaWeightReceiver:
 
     def __init__(self, info: Info) -> None:
         inner = info["by"]
+        # A fixed list, so that a request cannot name a module for the engine to import.
         if not isinstance(inner, dict) or inner.get("weight_sync") not in {
             "shared",
             "gloo",
@@ -444,6 +449,7 @@ class DeltaWeightReceiver:
                 f"this delta builds on the weights '{base}', but this engine has "
                 f"'{self._has or 'none of them'}'"
             )
+        # Until the update is finished, these are neither the old weights nor the new ones.
         self._has, self._taking = "", now
         for piece in self._by.unpack_chunk(info) if info["names"] else ():
             if piece.name.endswith(_PLACES):
@@ -456,6 +462,7 @@ class DeltaWeightReceiver:
             elif piece.name.endswith(_BASE):
                 self._bases[piece.name.removesuffix(_BASE)] = piece.tensor.to("cpu", copy=True)
             elif piece.name.endswith(_A):
+                # A copy, because a tensor is valid only until the next one is requested.
                 self._a[piece.name.removesuffix(_A)] = piece.tensor.clone()
             elif piece.name.endswith(_B):
                 yield self._add_adapter(piece.name.removesuffix(_B), piece.tensor, info)

@@ -174,6 +174,7 @@ def _partial_checksum(data_N: Tensor, at: int) -> int:
     """
     before, after = at % _WORD, -(at + len(data_N)) % _WORD
     words = data_N[: len(data_N) - (_WORD - after) % _WORD] if not before else data_N[:0]
+    # A view as 64-bit integers needs an aligned start in memory as well.
     if words.storage_offset() % _WORD:
         words = words.clone()
     total = int(words.view(torch.int64).sum())
@@ -189,6 +190,7 @@ def _to_63_bits(total: int) -> int:
 
     The result does not depend on the order in which words were added.
     """
+    # torch's sums wrap around at 2**64, which 2**63 divides.
     return total % (1 << 63)
 
 
@@ -344,6 +346,7 @@ class FileWeightSync:
         old = self._folder / self._before
         if (
             not self._before
+            # The same version was written twice, so its folder is the current one.
             or self._before == self._last
             or not _is_version(old)
             or not _is_in_memory(old)
@@ -413,6 +416,7 @@ def _replace(path: Path, data: bytes) -> None:
     with aside.open("wb") as file:
         file.write(data)
         file.flush()
+        # Only the pointer is synced: a file of weights that was cut off fails its checksum.
         with contextlib.suppress(OSError):
             os.fsync(file.fileno())
     aside.replace(path)

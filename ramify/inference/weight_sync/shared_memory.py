@@ -88,12 +88,14 @@ class SharedMemoryWeightSync:
     ) -> Iterator[WeightChunk]:
         if self._in_place:
             sources = list(sources)
+            # Later updates reuse the buffers, whose space no longer counts as free.
             if any(self._buffers) or self._has_room_for(sources):
                 yield self._all_at_once(sources, version)
                 return
             self._in_place = False
         for number, (part, is_last) in enumerate(in_chunks(sources, self._chunk_bytes)):
             _, length = offsets(source.num_bytes for source in part)
+            # At least a full chunk, so that later chunks need no other mapping.
             buffer = self._buffer(number % 2, max(length, self._chunk_bytes))
             pack_into_buffer(buffer.bytes, part)
             about = {

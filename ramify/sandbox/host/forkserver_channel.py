@@ -53,6 +53,7 @@ class ForkServerChannel:
         self._last_id = 0
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._exits: dict[int, Callable[[int], None]] = {}
+        # Few at a time, so that requests normally fit into the socket's buffer (see ``send``).
         self._room = asyncio.Semaphore(32)
         self.modules: dict[str, str] = {}
         """Modules that the server's next sessions have from the start: name -> source."""
@@ -201,6 +202,7 @@ class ForkServerChannel:
                 reply.set_exception(SandboxError(f"the fork server ended{self._last_words()}"))
                 reply.exception()  # its caller may have been cancelled
         for call in [*self._exits.values()]:
+            # The kernel kills the server's sessions with it (see tie_to_parent).
             call(-9)
         self._exits.clear()
 

@@ -92,6 +92,7 @@ def start_process(modules: tuple[str, ...], complaints: int) -> StartedForkServe
         command = [
             sys.executable,
             "-s",
+            # Without site-packages: the configuration names the folders of the packages.
             "-S",
             "-P",
             "-c",

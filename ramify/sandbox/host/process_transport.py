@@ -73,6 +73,7 @@ class SessionSharedMemory:
     @classmethod
     def make(cls, scratch: ReusableBuffer) -> SessionSharedMemory:
         spool = anonymous_file("ramify-output")
+        # The guest truncates it, after which output would otherwise continue at the old offset.
         fcntl.fcntl(spool, fcntl.F_SETFL, os.O_APPEND)
         try:
             buffers_fd = create_shared_memory_file()

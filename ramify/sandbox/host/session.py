@@ -207,6 +207,7 @@ class GuestSessionProxy:
         """
         self._stop(cell, "cancelled")
         try:
+            # After grace_s the session is killed, and its end is reported within 1 s (see _fail).
             await cell.wait(self._limits.grace_s + 1.0)
         except asyncio.CancelledError:
             self._fail("its cell was cancelled twice")
@@ -241,6 +242,7 @@ class GuestSessionProxy:
 
     async def install(self, module: str, source: str) -> None:
         self._check_free()
+        # Removed, because after any install it is no longer the module that the session began with.
         if self.modules.pop(module, None) == source:
             return
         encoder = ValueEncoder()

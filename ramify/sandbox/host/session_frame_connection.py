@@ -424,6 +424,7 @@ class GuestFrameConnection:
             while not self._holds and (view := next(frames, None)) is not None:
                 if is_large(view):
                     self.pause_receiving("decoding")
+                    # A shorter frame may lie in the read buffer, which all sessions share.
                     held = view if len(view) > SCRATCH_BYTES else memoryview(bytes(view))
                     self._decoder = asyncio.ensure_future(self._decode_large_frame(held))
                 else:
@@ -431,6 +432,7 @@ class GuestFrameConnection:
                 if time.perf_counter() > until:
                     self.pause_receiving("turn")
                     asyncio.get_running_loop().call_soon(self.resume_receiving, "turn")
+            # At once, not when it is freed: closing it makes the assembler keep the rest.
             frames.close()
         except ProtocolError as error:
             self._failed(f"it broke the protocol: {error}")
@@ -452,6 +454,7 @@ class GuestFrameConnection:
             release_read_buffers(message, self.transport.shared_buffers)
             if getattr(message, "shelved", False):
                 shared = shared_blobs(message, self.transport.shared_buffers)
+                # Copied, because those of other sessions are read into the same memory meanwhile.
                 blobs = [memoryview(bytes(blob)) for blob in shared]
             self._received(
                 message, *await run_in_codec_pool(_decode_frame_value, message, blobs, len(view))
@@ -513,12 +516,14 @@ class GuestFrameConnection:
             return
         if self.seed is not None:
             header["seed"], self.seed = self.seed, None
+        # The guest then polls for a moment before it sleeps (see guest/busy_wait.py).
         if self._is_only_active():
             header["soon"] = True
         shared_buffers = self.transport.shared_buffers
         if shared_buffers is not None and (
             header["op"] not in ("ret", "err", "fork") or header["id"] == shared_buffers.owed
         ):
+            # The message allows the guest to write there again.
             shared_buffers.owed = None
         try:
             parts = build_request_frame(header, encoder, shared_buffers)

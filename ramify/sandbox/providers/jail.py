@@ -313,6 +313,7 @@ class JailSandbox(ProcessSandbox):
         try:
             return await super().fork_server()
         except SandboxError:
+            # An earlier process may have found a tier that no longer works: the next one tests it.
             forget_tier()
             raise
 
@@ -456,6 +457,7 @@ def check_memory(spec: JailSpec) -> None:
         ("memory_bytes", spec.memory_bytes),
         ("all_memory_bytes", spec.all_memory_bytes),
     ):
+        # The default is accepted on a smaller machine, too.
         if num_bytes > max(available, default):
             raise ConfigError(
                 f"sandbox {name} is {num_bytes:,}, more than the {available:,} bytes of this "
@@ -483,6 +485,7 @@ def _start(
             "max_output_bytes": spec.max_output_bytes,
             "cpu_s": spec.cpu_s,
             "reports": reports,
+            # A rollback forks the session before each cell, after which it could not write files.
             "files_bytes": 0 if spec.rollback else spec.files_bytes,
             "mounts": [[place, os.path.realpath(source)] for source, place in spec.mounts],
         }

@@ -118,6 +118,7 @@ class JailMemoryBudgetWatcher:
 def _own_pages(pid: int) -> int:
     try:
         words = read_proc(f"/proc/{pid}/statm").split()
+        # Pages in memory, without those of files and shared memory.
         return int(words[1]) - int(words[2])
     except (OSError, IndexError, ValueError):
         return 0
@@ -178,6 +179,7 @@ class ProcessCreationGate:
         """
         if not seccomp_requests.can_insert_descriptors(self._fd):
             raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")
+        # Otherwise the processes that it creates could not be recognized by their session id.
         if session_id(pid) != pid:
             raise SandboxError(
                 "the session cannot be forked: its code has changed the process that runs it"
@@ -212,6 +214,7 @@ class ProcessCreationGate:
         try:
             request = seccomp_requests.receive_seccomp_notification(self._fd)
         except OSError:
+            # A listener without processes stays readable: the loop would call this without end.
             if not _is_alive(self._fd):
                 self._stop_reading()
             return
@@ -219,9 +222,11 @@ class ProcessCreationGate:
         if seccomp_requests.is_connection_request(request):
             self._hand_over(request)
         elif self._is_granted(request):
+            # Before the fork, because the branch could otherwise speak over it as the session.
             self._forks[pid].close_origin_connection()
             if self._answer(id, flags=CONTINUE):  # or a signal came first, and it asks again
                 self._granted.discard(pid)
+        # Only calls with SIGABRT are reported: abort() sends it, and a session may send no signal.
         elif number in _TGKILL and pid:  # it waits for the answer, so its pid is still valid
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGABRT)
@@ -230,6 +235,8 @@ class ProcessCreationGate:
             self._refuse(id)
 
     def _is_granted(self, request: SeccompNotification) -> bool:
+        # The flags of clone are not in memory, where they could change after this check. The kernel
+        # reads only the lower half of them.
         return (
             request.pid in self._granted
             and request.number in _CLONE

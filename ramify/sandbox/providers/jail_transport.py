@@ -62,6 +62,7 @@ class ForkableJailTransport(ForkedSessionTransport):
         transport = JailBranchTransport(self.caps, self.buffers, fork.branch_process())
         try:
             self.listener.grant_one(pid, fork)
+            # Not write, which would queue the request if the session does not read.
             self.stream.send_with_descriptors(frame, ())
         except BaseException:
             self.listener.withdraw(pid)
@@ -115,6 +116,7 @@ class ForkableJailTransport(ForkedSessionTransport):
         was_used = not self.listener.withdraw(transport.origin)
         if was_used and transport.pidfd < 0:
             if fork is not None:
+                # Otherwise it would be spared below.
                 self.listener.branches.discard(fork.taker)
             kill = functools.partial(kill_strays, transport.origin, self.listener.branches)
             kill()

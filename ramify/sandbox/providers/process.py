@@ -56,6 +56,7 @@ _EXIT_S = 2.0
 _GONE_S = 0.2
 """Maximum seconds until the exit of a killed server is noticed."""
 _MAX_TEMPLATES = 8
+# On the host: the socket, the output file, the shared buffers and the process descriptor.
 _FDS_PER_SESSION = 4
 _FILES_AT_ONCE = 100
 """Files that a template maps in one step. The system passes at most 253 descriptors at once."""
@@ -215,6 +216,7 @@ class ProcessSandbox:
                 {"op": "template", "files": len(context.files)},
                 (template_end.fileno(), context.fd),
             )
+        # The template's process descriptor, not needed: a template ends with its channel.
         _close_all(fds)
         try:
             for at in range(0, len(context.files), _FILES_AT_ONCE):
@@ -257,6 +259,7 @@ class ProcessSandbox:
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + _SPARE_FDS)
         host_end, session_end = socket.socketpair()
         files = SessionSharedMemory.make(self.buffers.shared_buffers)
+        # As of now: what is installed while this waits, the session does not have.
         modules = channel.modules
         try:
             with session_end:
@@ -292,6 +295,7 @@ class ProcessSandbox:
         """Register a new session or branch, and raise the limit on open files if necessary."""
         self.sessions.add(session)
         with contextlib.suppress(SandboxError):  # the next fork reports what is missing
+            # Twice, because each session may be forked, which does not raise the limit.
             _make_room(_FDS_PER_SESSION * (2 * len(self.sessions) + 1) + _SPARE_FDS)
 
     def unregister_session(self, session: GuestSessionProxy) -> None:
@@ -312,6 +316,7 @@ class ProcessSandbox:
         await asyncio.gather(*started, *self._retiring, return_exceptions=True)
         channels = [
             task.result()
+            # Templates first: the server waits for them, and each ends with its own channel.
             for task in reversed(started)
             if not task.cancelled() and task.exception() is None
         ]

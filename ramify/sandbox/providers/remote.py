@@ -62,6 +62,8 @@ _MAX_FRAME_BYTES = 2 << 20
 """Maximum size in bytes of a message from the remote end, which a hostile guest may control."""
 _MARK = b"ramify-guest-1\n"
 _MODULES = ("guest", "server/process_setup", "server/forkserver", "server/session_supervisor")
+# The mark is in two parts, so that no echo of this code contains it. Input is read through
+# sys.stdin.buffer, like all later messages: it may have read more than a line.
 _BOOT = f"""{LOADER}
 os.dup2(1, 2)
 if sys.argv[1] == "terminal":
@@ -79,6 +81,7 @@ with tempfile.TemporaryDirectory(prefix="ramify-") as folder:
     supervisor = load(folder, parcel["modules"])
 supervisor.main(parcel["config"], sys.argv[1] != "bytes")
 """
+# In base64, because some services send the command as one line to a shell.
 _SHORT = f"import base64;exec(base64.b64decode('{base64.b64encode(_BOOT.encode()).decode()}'))"
 
 

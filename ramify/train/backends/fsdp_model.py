@@ -114,6 +114,7 @@ class FsdpBackend:
         try:
             metrics: dict[str, float] = self._call("optim_step")[0]
         finally:
+            # Also after an error: this rank may have made the step before another one was lost.
             self._steps = self._own_backend.version
         return metrics
 
@@ -156,6 +157,7 @@ class FsdpBackend:
         }
         torch.save(state, folder / _STATE)
         if is_async:
+            # Rank 0's write ends after those of all ranks, so the others need not be asked.
             wait: Callable[[], None] = self._model.own.pending_write.wait
             return wait
         self._model.rank_group.call("wait")
@@ -319,6 +321,7 @@ class FsdpModel:
         }
         self._frozen: dict[str, nn.Parameter] = {}
         """Map the name of each adapted weight to its frozen tensor, if this process keeps them."""
+        # This is with the engine in this process, so that a sync gathers only adapters.
         if lora is not None and holds_base:
             assert not isinstance(source, FsdpModel)
             initial: Mapping[str, Any] = (
@@ -327,6 +330,7 @@ class FsdpModel:
                 else source
             )
             self._frozen = {
+                # ``[...]`` reads a tensor from disk; a copy, since the policy's own may change.
                 name: nn.Parameter(initial[name][...].float().clone(), requires_grad=False)
                 for name in self.shapes
             }
@@ -384,6 +388,7 @@ class FsdpModel:
                 yield (
                     name,
                     blank,
+                    # The stamp never changes, since the weight is frozen.
                     LazyFrozenWeight(partial(self._base_weight, name), (id(self), name)),
                 )
 

@@ -107,9 +107,11 @@ class SingleBackend:
         self.model: nn.Module = policy.model.float()
         """The policy's network, whose gradients the backend computes."""
         if self._device.type == "cpu" and spread is None:  # a rank does the opposite
+            # It saves time, but a rank, which gathers and frees layers, would keep far more memory.
             keep_malloc_memory()
         with torch.no_grad():
             trunk = wrap_for_training if not self.compute.deterministic else fixed_shape_trunk
+            # Wrapping tests the model, for which sharded weights are gathered.
             self.trunk = self._spread.run_with_weights(lambda: trunk(self.model))
             """The network in two halves: hidden states, and their logits."""
         self._router_weight = configured_balance_weight(policy.config)
@@ -198,9 +200,11 @@ class SingleBackend:
             entries = self._loss_inputs(batch, _output_of(loss, batch), loss.sequence)
             value, measured = losses.compute(loss, entries)
             is_finite = bool(torch.isfinite(value))
+            # Before the backward pass, in which the others would wait for a rank that has stopped.
             if not self._spread.all_ranks_agree(is_finite):
                 self._raise_non_finite(batch, entries, loss, is_finite)
             if self._balance is not None:
+                # It also prepares the gradient that the backward pass adds at the routers.
                 measured.add_experts(self._balance.finish_forward())
             value.backward()  # type: ignore[no-untyped-call]
         heartbeat()
@@ -369,6 +373,7 @@ class SingleBackend:
         critic's values [E, 1]. The values are None if the model has no value head.
         """
         with self._autocast():
+            # After a shared prefix, entries share its last hidden state, which is computed once.
             rows, places = (
                 self._tensor(each) for each in np.unique(batch.sources, return_inverse=True)
             )
@@ -389,6 +394,7 @@ class SingleBackend:
                     self._max_logits,
                     fixed=self.compute.deterministic,
                 )
+        # The value head is outside of autocast: in bf16, a value has only three digits.
         return (
             logprobs,
             entropies,

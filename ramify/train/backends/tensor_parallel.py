@@ -178,6 +178,7 @@ class RankMesh:
             from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
             tensor = self._layers["tensor"]
+            # transformers' own style may count earlier batches twice (see ``_sum_gradients``).
             partial = [name for name, style in plan.tensor.items() if style == _PARTIAL]
             own = {name: each for name, each in plan.tensor.items() if name not in partial}
             apply_tensor_parallelism(model, tensor, own)
@@ -208,6 +209,7 @@ def _packed_dimensions(model: Any) -> dict[str, int]:
         return {}
     sizes = {name: parameter.dim() for name, parameter in model.named_parameters()}
     return {
+        # A matrix is [..., out, in]: packed_colwise joins along out, the other along in.
         name: sizes[name] - (2 if style == "packed_colwise" else 1)
         for name, style in model._expand_parallel_plan(rules).items()
         if name in sizes
@@ -237,11 +239,13 @@ def _sum_gradients(module: nn.Module, group: Any) -> None:
     forward, hooked = module.forward, dict[str, Tensor]()
 
     def total(gradient: Tensor) -> Tensor:
+        # A hook must not change its argument, and all_reduce writes in place.
         summed = gradient.contiguous().clone()
         torch.distributed.all_reduce(summed, group=group)
         return summed
 
     def summing(*args: Any, **kwargs: Any) -> Any:
+        # In each pass: FSDP2 gives a module other parameter objects when it gathers weights.
         for name, parameter in module.named_parameters(recurse=False):
             if (
                 torch.is_grad_enabled()

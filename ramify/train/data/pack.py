@@ -301,6 +301,7 @@ def _pieces(
         leaves: dict[Unit, list[tuple[int, int]]] = {}
         for sequence, leaf in tree.leaves:
             leaves.setdefault(units[sequence], []).append((sequence, leaf))
+        # The set's order does not matter, since each unit has its own list.
         for unit in spread & leaves.keys():
             parts[unit] += _cut(tree, [leaves.pop(unit)], packing)
         pieces += _cut(tree, list(leaves.values()), packing)
@@ -379,6 +380,7 @@ def _extract_piece(
     for index in order:
         stretch = tree.stretches[index]
         begin[index], parent[index] = stretch.begin, stretch.parent
+        # For a single child, the fixed cost of sharing a prefix saves nothing.
         if stretch.parent >= 0 and children[stretch.parent] == 1:
             begin[index], parent[index] = begin[stretch.parent], parent[stretch.parent]
             absorbed[stretch.parent] = index
@@ -389,6 +391,7 @@ def _extract_piece(
             rank[index] = len(stretches)
             stretch = tree.stretches[index]
             stretches.append(stretch._replace(begin=begin[index], parent=rank[parent[index]]))
+    # From the last node on, because the child of a merged node may have been merged as well.
     for index in reversed(order):
         if index in absorbed:
             rank[index] = rank[absorbed[index]]

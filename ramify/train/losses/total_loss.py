@@ -284,6 +284,7 @@ def kl_estimate(kind: KlKind, now: Tensor, ref: Tensor) -> Tensor:
     k2 = (now - ref).square() / 2
     if kind == "k2":
         return k2
+    # verl's limits, for numerical stability: the exponential of a rare token could overflow.
     d = (ref - now).clamp(-20.0, 20.0)
     k3 = (d.exp() - d - 1).clamp(-10.0, 10.0)
     return k3 if kind == "k3" else k2 + (k3 - k2).detach()
@@ -317,6 +318,7 @@ def _reinforce(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Te
             )
         kl = kl_estimate(loss.kl, now, streams["ref_logprobs"])
         tally.add_mean("ref_kl", kl.detach(), has_weight)
+        # All is weighted as the policy loss; the share corrects that if KL is averaged otherwise.
         value = value + loss.kl_beta * kl * streams.get("kl_share", 1.0)
     if entries.entropy is not None:
         tally.add_mean("entropy", entries.entropy.detach(), has_weight)
@@ -332,6 +334,7 @@ def _reinforce(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Te
             CriticLossInputs(entries.values, streams["values"], streams["returns"])
         )
         tally.add_mean("value_loss", value_loss.detach(), has_weight)
+        # The share, again, if the critic's loss is averaged in another way than the policy loss.
         value = value + loss.value.weight * value_loss * streams.get("value_share", 1.0)
     return value
 
