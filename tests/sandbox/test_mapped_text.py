@@ -18,6 +18,7 @@ from ramify.sandbox.base import (
     mapped_text,
     open_sandbox,
 )
+from tests.sandbox.jail_helpers import descendants
 
 PARTS = {
     "ascii": ["a", "b", "ab", "\n", "word ", "\r\n"],
@@ -233,6 +234,31 @@ def test_file_that_changes_before_a_session_opens_is_refused(tmp_path: Path) -> 
         try:
             with pytest.raises(SourceError, match=r"a\.log has changed since it was read"):
                 await sandbox.open(context=context)
+        finally:
+            await sandbox.close()
+
+    asyncio.run(life())
+
+
+def test_process_with_a_file_that_has_changed_ends_with_its_sessions(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    context = SharedContextValue(in_file(path, "one\ntwo\n"))
+
+    async def life() -> None:
+        earlier = descendants(os.getpid())
+        sandbox = open_sandbox(SandboxSpec(provider="process", allow_weaker=True))
+        try:
+            session = await sandbox.open(context=context)
+            path.write_text("one\n")
+            with pytest.raises(SourceError, match=r"a\.log has changed since it was read"):
+                await sandbox.open(context=context)
+            await session.close()
+            server = min(descendants(os.getpid()) - earlier)
+            for _ in range(300):
+                if not descendants(server):
+                    break
+                await asyncio.sleep(0.01)
+            assert descendants(server) == set()
         finally:
             await sandbox.close()
 

@@ -201,7 +201,7 @@ class ProcessSandbox:
                 file.check_unchanged()
             return template
         except (SandboxError, SourceError):
-            self._templates.pop(key, None)
+            self._retire(key)
             raise
 
     async def _start_template(
