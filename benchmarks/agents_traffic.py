@@ -26,7 +26,7 @@ from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import load_policy, save_policy
 from ramify.serve.redaction import RedactionRules
-from ramify.serve.traffic_recorder import ConversationRecorder, PolicyFactsForRecorder
+from ramify.serve.traffic_recorder import PolicyFactsForRecorder, ServedTrafficRecorder
 from ramify.store.folder_store import Store
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.backends.base import OptimizerSpec
@@ -55,7 +55,7 @@ def _recording(folder: Path, num_users: int) -> Iterator[Figure]:
     logged: set[tuple[int, ...]] = set()
     cpu: list[float] = []
 
-    async def user(engine: LocalClient, recorder: ConversationRecorder, number: int) -> None:
+    async def user(engine: LocalClient, recorder: ServedTrafficRecorder, number: int) -> None:
         messages: tuple[Message, ...] = (Message("user", _text(number)),)
         known = None
         for turn in range(3):
@@ -69,13 +69,13 @@ def _recording(folder: Path, num_users: int) -> Iterator[Figure]:
 
     async def go() -> None:
         engine = LocalClient(made, slots=32)
-        recorder = ConversationRecorder(folder / "ids", described, RedactionRules(defaults=False))
+        recorder = ServedTrafficRecorder(folder / "ids", described, RedactionRules(defaults=False))
         await asyncio.gather(*(user(engine, recorder, number) for number in range(num_users)))
         await recorder.close()
         request = Request((Message("user", _text(0)),), Sampling(NUM_TOKENS, 1.0, logprobs=True))
         reply = await engine.complete(request)
         await engine.close()
-        recorder = ConversationRecorder(folder / "cost", described)
+        recorder = ServedTrafficRecorder(folder / "cost", described)
         for number in range(200):
             before = time.process_time()
             await recorder.record(f"{number}", 0, request, reply)
@@ -147,7 +147,7 @@ def _learning(folder: Path, num_replies: int, steps: int) -> Iterator[Figure]:
 
 async def _thumbs(folder: Path, seed: int, num: int) -> list[Reply]:
     made = load_policy(folder / f"policy{seed}")
-    recorder = ConversationRecorder(
+    recorder = ServedTrafficRecorder(
         folder / f"store{seed}", PolicyFactsForRecorder.from_policy(made)
     )
     replies = await _sampled(folder / f"policy{seed}", num, recorder)
@@ -156,7 +156,7 @@ async def _thumbs(folder: Path, seed: int, num: int) -> list[Reply]:
 
 
 async def _sampled(
-    folder: Path, num: int, recorder: ConversationRecorder | None = None
+    folder: Path, num: int, recorder: ServedTrafficRecorder | None = None
 ) -> list[Reply]:
     """Replies of a policy; with ``recorder`` they are recorded, and get a thumb up if more than
     half of their ids are even, and else a thumb down."""

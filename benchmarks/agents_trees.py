@@ -91,7 +91,7 @@ async def _compared_ids(num_turns: int) -> tuple[float, int]:
 
         async def rollout(number: int) -> Trajectory:
             async def conduct(conversations: RunModelClient) -> str:
-                with endpoint.register_model_access() as seats:
+                with endpoint.access_registry() as seats:
                     seats[f"agent-{number}"] = AgentModelAccess(conversations, "agent")
                     url = endpoint.url(f"agent-{number}")
                     async with aiohttp.ClientSession(headers=endpoint.headers) as http:
@@ -201,7 +201,7 @@ def _imitation(recorded: Trajectory) -> Any:
     async def conduct(conversations: RunModelClient) -> str:
         talk: Wire = []
         async with AgentModelServer() as endpoint:
-            with endpoint.register_model_access() as seats:
+            with endpoint.access_registry() as seats:
                 seats["agent"] = AgentModelAccess(conversations, "agent")
                 async with aiohttp.ClientSession(headers=endpoint.headers) as http:
                     for turn in recorded.root.turns:

@@ -66,7 +66,7 @@ from ramify.train.advantages.fork_estimators import (
 )
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.config import RlSpec
-from ramify.types.fork_segment import root_segment
+from ramify.types.fork_segment import first_segment
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, CallForkOrigin, CallSite, Group, Stop, Trajectory, Turn
 
@@ -440,7 +440,7 @@ def _forking_rollout(
 
     run("0", None, 0, {}, True)
     made = Trajectory(name, "", task="toy", calls=calls, call_rewards=rewards)
-    ends = root_segment(made).path_ends()
+    ends = first_segment(made).path_ends()
     made.rewards = {"reward": sum(rewards[end.id]["reward"] * share for end, share in ends)}
     return made, actions
 

@@ -221,7 +221,7 @@ def ranks(num: int) -> tuple[list[bytes], Any]:
         group = FsdpRanks(scale_fsdp.compute_spec(num, timeout_s=60), dumps=Path(folder))
         try:
             model = group.shard_model(scale_fsdp.DENSE, scale_fsdp.dense().model.state_dict())
-            backend = model.backend(scale_fsdp.OPTIM)
+            backend = model.create_backend(scale_fsdp.OPTIM)
             loss = backend.forward_backward(scale_fsdp.batches(300), scale_fsdp.LOSS)["loss"]
             backend.optim_step()
             return [], (loss, sum(float(each.double().sum()) for _, each in model.weights()))

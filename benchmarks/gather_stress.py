@@ -72,7 +72,7 @@ def gathers(num_ranks: int, wanted: int) -> Iterator[int]:
         while done < wanted:
             for config, start, optim in kinds:
                 model = ranks.shard_model(config, start)
-                backend = model.backend(optim)
+                backend = model.create_backend(optim)
                 for _ in range(STEPS):
                     backend.forward_backward(work, scale_fsdp.LOSS)
                     for _ in range(10):  # the gathers are under stress, not the steps

@@ -315,7 +315,7 @@ async def _attempt_all(policy: Path, num_items: int, is_start: bool) -> dict[str
 async def gates(client: Any, task: Any) -> dict[str, float]:
     """Return the probability of the right function at its position, with and without a hint that
     names it."""
-    from ramify.extras.studies.programs.scripted_demonstrator import ProgramTaskRule, hint_text
+    from ramify.extras.studies.programs.scripted_demonstrator import ToyLanguageRule, hint_text
     from ramify.extras.studies.programs.toy_program_language import (
         IMPORTED,
         PROGRAM_HINT,
@@ -336,11 +336,11 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
         assert problem is not None
         words = [word for word, _ in problem.steps][:3]
         imports = tuple(sorted({right[word] for word, _ in problem.steps} & set(IMPORTED)))
-        program = tokenizer.encode(problem.build_program(right, imports).text)
+        program = tokenizer.encode(problem.program_for_meanings(right, imports).text)
         for name, hint in (
             (
                 "p(right | hint)",
-                PROGRAM_HINT + hint_text(ProgramTaskRule(w, right[w]) for w in words),
+                PROGRAM_HINT + hint_text(ToyLanguageRule(w, right[w]) for w in words),
             ),
             ("p(right)", ""),
         ):

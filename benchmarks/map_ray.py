@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ramify import testing
-from ramify.actors.ray_cluster import keep_loopback_address
+from ramify.actors.ray_cluster import patch_ray_loopback
 from ramify.maps.ray_row_partition import PART_ROWS
 
 NUM_LOST, KILL_AT = 3000, 900
@@ -94,7 +94,7 @@ async def lost_node(folder: Path, *, max_calls: int = 10**6) -> dict[str, Any]:
     async with testing.ScriptedServer(reply, keep=False, latency_s=0.05) as server:
         # The nodes, and so the workers, have the environment of this process.
         os.environ.update(environment(folder / "home", server.url))
-        keep_loopback_address()
+        patch_ray_loopback()
         from ray.cluster_utils import Cluster
 
         node = {

@@ -192,7 +192,7 @@ def compare(
     """(largest relative difference of a loss, of a gradient by its norm, the model)"""
     weights = dict(policy(config).model.state_dict())
     model = ranks.shard_model(config, weights, compute=compute(**shard))
-    ours = model.backend(OPTIM)
+    ours = model.create_backend(OPTIM)
     given = batches(share)
     worst_loss = worst_gradient = 0.0
     for loss, theirs in wanted:
@@ -228,7 +228,7 @@ def resumed(ranks: FsdpRanks, found: Meshes, folder: Path) -> Iterator[Figure]:
             if other == name or theirs is not config:
                 continue
             model = ranks.shard_model(config, weights, compute=compute(**shard))
-            backend = model.backend(OPTIM)
+            backend = model.create_backend(OPTIM)
             backend.load(folder / other)
             following = [backend.forward_backward(batches(True), LOSS)["loss"]]
             following.append(backend.optim_step()["grad_norm"])
@@ -274,13 +274,13 @@ def measure(shard: dict[str, int], checkpoint: Path) -> dict[str, Any]:
         pids = [os.getpid(), *(each.pid for each in ranks.rank_group.processes)]
         given = batches(True, _MEMORY_TOKENS)[:4]
         small = ranks.shard_model(DENSE, dict(policy(DENSE).model.state_dict()))  # imports the rest
-        first = small.backend(OPTIM)
+        first = small.create_backend(OPTIM)
         first.forward_backward(given, LOSS)
         first.optim_step()
         small.drop()
         imports = [_peak(pid) for pid in pids]
         model = ranks.shard_model(LARGE, checkpoint)
-        backend = model.backend(OPTIM)
+        backend = model.create_backend(OPTIM)
         for _ in range(2):
             backend.forward_backward(given, LOSS)
             backend.optim_step()
@@ -344,7 +344,7 @@ def killed(folder: Path) -> Iterator[Figure]:
     model = ranks.shard_model(
         DENSE, dict(policy(DENSE).model.state_dict()), compute=compute(ranks=2, tensor=2)
     )
-    backend = model.backend(OPTIM)
+    backend = model.create_backend(OPTIM)
     backend.forward_backward(batches(True), LOSS)
     (process,) = ranks.rank_group.processes
     os.kill(process.pid, signal.SIGKILL)

@@ -45,7 +45,7 @@ from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.losses.total_loss import BatchLossInputs, compute
 from ramify.train.named_objectives import OBJECTIVES
-from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
+from ramify.train.other_trainer_presets import PRESETS, choices_by_field, with_preset
 from ramify.train.stages import required_loss_inputs
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
@@ -137,7 +137,7 @@ def spec(preset: str, *overrides: str) -> train.RlSpec:
     """Return the stage ``rl`` with the options of a preset. An empty preset changes nothing."""
     run = train.Run(policy=train.PolicySpec(path="tiny"), rl=train.RlSpec())
     run = with_preset(run, preset) if preset else run
-    rl = override(run, overrides, override_choices(preset or None)).rl
+    rl = override(run, overrides, choices_by_field(preset or None)).rl
     assert rl is not None
     return rl
 

@@ -209,7 +209,7 @@ async def cancels(count: int) -> list[float]:
     loop, is_seen = asyncio.get_running_loop(), asyncio.Event()
 
     async def stream(exchange: PendingMockRequest) -> None:
-        exchange.begin("text/event-stream")
+        exchange.begin_streamed_response("text/event-stream")
         while exchange.is_open:
             exchange.send_piece(b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n')
             await asyncio.sleep(0.002)

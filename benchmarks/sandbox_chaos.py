@@ -30,7 +30,7 @@ from sandbox import _below
 
 from ramify.errors import RamifyError
 from ramify.sandbox.base import JailSpec, SharedContextValue, open_sandbox
-from ramify.sandbox.host.process_transport import pid_of
+from ramify.sandbox.host.process_transport import pid_of_pidfd
 
 HOST = "__all__ = ['host']\ndef host(*args):\n    return call_host('host', *args)\n"
 HUNG_S = 120.0
@@ -111,7 +111,7 @@ class Chaos:
                 self._kill("server", await asyncio.to_thread(_servers))
             elif self.live:
                 session = self.random.choice(sorted(self.live, key=id))
-                pid = pid_of(session.pidfd) if session.pidfd >= 0 else -1
+                pid = pid_of_pidfd(session.pidfd) if session.pidfd >= 0 else -1
                 self._kill("guest", [pid] if pid > 0 else [])
 
     def _kill(self, kind: str, pids: list[int]) -> None:

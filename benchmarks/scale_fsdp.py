@@ -167,7 +167,7 @@ def largest_differences(
 ) -> tuple[float, float, float]:
     """Return the largest differences over the steps: of the loss, of the whole gradient by norm,
     and of one tensor's gradient by norm."""
-    fsdp, work = model.backend(optim), batches(300)
+    fsdp, work = model.create_backend(optim), batches(300)
     work = work[: len(work) - 1 + len(work) % 2]  # an odd number: one rank has an idle round
     worst = [0.0, 0.0, 0.0]
     for _ in range(STEPS):
@@ -206,14 +206,14 @@ def same_bits(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     """Compare five steps with the same steps after a resume from a checkpoint written during
     them."""
     whole = ranks.shard_model(DENSE, dense().model.state_dict())
-    backend = whole.backend(OPTIM)
+    backend = whole.create_backend(OPTIM)
     steps(backend, 5)
     wait = backend.save(folder / "state")
     steps(backend, 5)
     assert wait is not None
     wait()
     resumed = ranks.shard_model(DENSE, dense(1).model.state_dict())
-    again = resumed.backend(OPTIM)
+    again = resumed.create_backend(OPTIM)
     again.load(folder / "state")
     steps(again, 5)
     differ = sum(
@@ -244,7 +244,7 @@ def times(ranks: FsdpRanks, rounds: int) -> Iterator[Figure]:
     for gather in ("layer", "step"):
         backend = ranks.shard_model(
             DENSE, dense().model.state_dict(), compute=compute_spec(2, gather=gather)
-        ).backend(OPTIM)
+        ).create_backend(OPTIM)
         sides[gather] = lambda backend=backend: step(backend, work)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for round in range(rounds + 1):
@@ -290,7 +290,7 @@ def killed_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     model = ranks.shard_model(
         DENSE, dense().model.state_dict(), compute=compute_spec(2, save_async=False)
     )
-    backend = model.backend(OPTIM)
+    backend = model.create_backend(OPTIM)
     steps(backend, 2)
     backend.save(folder / "of two")
     work = batches(300)
@@ -311,7 +311,9 @@ def killed_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     ranks.close()
     alone = FsdpRanks(compute_spec(1))
     try:
-        again = alone.shard_model(copy.deepcopy(DENSE), dense(1).model.state_dict()).backend(OPTIM)
+        again = alone.shard_model(copy.deepcopy(DENSE), dense(1).model.state_dict()).create_backend(
+            OPTIM
+        )
         again.load(folder / "of two")
         found = [again.forward_backward(work, LOSS)["loss"]]
         again.optim_step()

@@ -48,7 +48,7 @@ from ramify.evaluate.run_evaluation import (
     EvaluationPlan,
     EvaluationSetup,
     RlmAttemptRunner,
-    evaluate_all,
+    run_evaluations,
 )
 from ramify.evaluate.systems.attempt import attempt_with_system, parse_system
 from ramify.evaluate.systems.base import MeteredModelAccess, TaskItemBudget
@@ -181,9 +181,9 @@ def questions(b: Bench) -> Iterator[Figure]:
         client = ScriptedClient(lambda messages, reply=reply: reply, price=Price(0.25, 2.0))
         plan = EvaluationPlan(model=client.name, task="niah", items=num)
         few = msgspec.structs.replace(plan, items=2)  # imports what the first question needs
-        asyncio.run(evaluate_all([_job(few, task, client, mode)]))
+        asyncio.run(run_evaluations([_job(few, task, client, mode)]))
         began, cpu = time.perf_counter(), time.process_time()
-        (done,) = asyncio.run(evaluate_all([_job(plan, task, client, mode)]))
+        (done,) = asyncio.run(run_evaluations([_job(plan, task, client, mode)]))
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         assert [outcome.error for outcome in done.outcomes] == [""] * num
         name = f"{num:,} questions, {mode}"

@@ -104,7 +104,7 @@ class LogLineFormatter(logging.Formatter):
             clock = time.strftime("%H:%M:%S", time.localtime(record.created))
             start = f"{clock} {record.levelname.lower()} {component_of(record)}"
         else:
-            runs, process = "/".join(active_run_ids(record)) or "-", _process_of(record)
+            runs, process = "/".join(record_run_ids(record)) or "-", _process_of(record)
             start = f"{_format_timestamp(record)} {record.levelname} {component_of(record)} {runs}"
             start += f" [{process}]" if process else ""
         fields = " ".join(
@@ -118,7 +118,7 @@ class JsonFormatter(logging.Formatter):
     """A formatter that writes a log record as one line of JSON."""
 
     def format(self, record: LogRecord) -> str:
-        runs, process = active_run_ids(record), _process_of(record)
+        runs, process = record_run_ids(record), _process_of(record)
         row = {
             "at": _format_timestamp(record),
             "level": record.levelname.lower(),
@@ -143,7 +143,7 @@ def component_of(record: LogRecord) -> str:
     return record.name.removeprefix("ramify.").partition(".")[0]
 
 
-def active_run_ids(record: LogRecord) -> tuple[str, ...]:
+def record_run_ids(record: LogRecord) -> tuple[str, ...]:
     """Return the ids of the runs that were active when a log record was made, from the outermost to
     the innermost."""
     given = vars(record)
@@ -319,7 +319,7 @@ class ForwardingLogHandler(_ComponentLogHandler):
                 given["event"],
                 one_line_message(record),
                 given["fields"],
-                active_run_ids(record),
+                record_run_ids(record),
                 given["shown"],
             )
         )

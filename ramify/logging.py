@@ -117,7 +117,7 @@ def calling_line() -> CallerSourceLine | None:
 
 
 @contextlib.contextmanager
-def warnings_at(line: CallerSourceLine | None) -> Iterator[None]:
+def warnings_at_line(line: CallerSourceLine | None) -> Iterator[None]:
     """Report Python warnings issued in a ``with`` block at the source line ``line``.
 
     This includes warnings in tasks that are started in the block.
@@ -346,7 +346,7 @@ def run_log_context(
             _process_runs = before
 
 
-def log_to_outermost_run() -> contextlib.AbstractContextManager[None]:
+def tag_logs_with_outermost_run() -> contextlib.AbstractContextManager[None]:
     """Tag the log records of a ``with`` block with the id of the outermost run only.
 
     Use this if an inner run, such as a rollout, notices something that concerns the whole training
@@ -355,7 +355,7 @@ def log_to_outermost_run() -> contextlib.AbstractContextManager[None]:
     return _set_context_variable(_runs, (_runs.get() or _process_runs)[:1])
 
 
-def hold_warnings_for_run() -> None:
+def hold_warnings_for_next_run() -> None:
     """Collect warnings that are logged outside any run, so that the next run can record them.
 
     The next run that starts in this context receives them.

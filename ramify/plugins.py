@@ -224,7 +224,7 @@ MOVED_MODULES = {
     ),
     "ramify.agents.agent_task:AgentTask": ("ramify.agents.agent_task:ExternalAgentTask"),
     "ramify.extras.studies.hindsight_hints:DemonstrationHints": (
-        "ramify.extras.studies.hindsight_hints:SolutionHints"
+        "ramify.extras.studies.hindsight_hints:SolutionHintSource"
     ),
     "ramify.extras.studies.hindsight_hints:Hindsight": (
         "ramify.extras.studies.hindsight_hints:HindsightHints"
@@ -589,24 +589,24 @@ def class_import_location(kind: type) -> str:
     return f"{file if is_file else kind.__module__}:{name}"
 
 
-def names_to_import_locations(part: Any, data: Any) -> None:
+def replace_names_with_import_locations(part: Any, data: Any) -> None:
     """Replace plug-in names in a serialized configuration with import locations.
 
     A process that resumes the run may not know the registered names of plug-ins.
     """
     if isinstance(part, Mapping):
         for name, each in part.items():
-            names_to_import_locations(each, data[name])
+            replace_names_with_import_locations(each, data[name])
     elif isinstance(part, tuple):
         for each, inner in zip(part, data, strict=True):
-            names_to_import_locations(each, inner)
+            replace_names_with_import_locations(each, inner)
     elif isinstance(part, msgspec.Struct):
         place = class_import_location(type(part))
         if place:
             data["name"] = place
         for field in ("outcome", "other", "tasks"):  # of an algorithm that wraps others
             if field in data:
-                names_to_import_locations(getattr(part, field), data[field])
+                replace_names_with_import_locations(getattr(part, field), data[field])
 
 
 def _module_name(path: Path) -> str:

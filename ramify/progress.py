@@ -2,7 +2,7 @@
 
 The code that does the work reports its progress, and front ends display it.
 
-    with report_progress("reading", unit="bytes") as task:    loading, tokenizing, evaluating, …
+    with track_progress("reading", unit="bytes") as task:    loading, tokenizing, evaluating, …
         task.at(12_000, note="server.log")
     with subscribe(listener): …              a front end displays it: ``cli/progress_display.py``
     heartbeat()                              a small part is done, such as one batch of a step
@@ -138,7 +138,7 @@ class ProgressReporter:
 
 
 @contextlib.contextmanager
-def report_progress(
+def track_progress(
     what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0
 ) -> Iterator[ProgressReporter]:
     """Report the progress of a task while a ``with`` block runs.

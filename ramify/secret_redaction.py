@@ -110,7 +110,7 @@ class SecretRedactor:
                 text = text.replace(value, f"«redacted {name}»")
         return text
 
-    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+    def known_secret_spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield the ``(start, end)`` character offsets of each known secret in ``text``."""
         if len(_remembered) != self._num_remembered:
             self._prepare()
@@ -213,7 +213,7 @@ def likely_secret_spans(text: str, known: SecretRedactor) -> Iterator[tuple[int,
 
     For ``"https://h/v1?key=k1"``, this yields ``(17, 19)``.
     """
-    yield from known.spans(text)
+    yield from known.known_secret_spans(text)
     for login in LOGIN.finditer(text):
         yield login.start() + len("//"), login.end() - len("@")
     for pattern in (QUERY, _NAMED, _KEY_SHAPED):

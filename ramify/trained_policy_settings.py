@@ -34,7 +34,7 @@ _SCRATCH_MARK = "<|u|>"
 """Marks the start of a question in the conversation format of policies trained from scratch."""
 
 
-class PolicyTrainingSettings(
+class PolicyRolloutSettings(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """The settings that a policy was trained with, such as its prompts, limits and task."""
@@ -92,7 +92,7 @@ def local_model_folder(model: str) -> Path | None:
     return packaged_policy_folder(model)
 
 
-def read_policy_settings(folder: Path) -> PolicyTrainingSettings:
+def read_policy_settings(folder: Path) -> PolicyRolloutSettings:
     """Read the training settings that ``folder`` stores for its policy.
 
     Returns defaults if the file is missing. Raises ConfigError for an invalid file. In the folder
@@ -100,18 +100,18 @@ def read_policy_settings(folder: Path) -> PolicyTrainingSettings:
     """
     path = folder / FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=PolicyTrainingSettings)
+        return msgspec.json.decode(path.read_bytes(), type=PolicyRolloutSettings)
     except (FileNotFoundError, NotADirectoryError):
-        return PolicyTrainingSettings(
+        return PolicyRolloutSettings(
             is_from_scratch=_has_own_format(folder / "chat_template.jinja")
         )
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         if policy_folder_of_run(folder) is not None:
-            return PolicyTrainingSettings()
+            return PolicyRolloutSettings()
         raise ConfigError(
-            f"{path}: {explain_conversion_error(error, PolicyTrainingSettings)}: correct the file, "
+            f"{path}: {explain_conversion_error(error, PolicyRolloutSettings)}: correct the file, "
             "or remove it to allow any scaffold"
         ) from None
 
@@ -126,12 +126,12 @@ def policy_folder_of_run(run: Path) -> Path | None:
     return folder if is_run else None
 
 
-def write_policy_settings(folder: Path, card: PolicyTrainingSettings) -> None:
+def write_policy_settings(folder: Path, card: PolicyRolloutSettings) -> None:
     """Write a policy's training settings, given as ``card``, to the policy's folder.
 
     If all settings have their defaults, no file is written and an old one is removed.
     """
-    if card == PolicyTrainingSettings():
+    if card == PolicyRolloutSettings():
         (folder / FILE).unlink(missing_ok=True)
         return
     (folder / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(card)) + b"\n")

@@ -30,7 +30,7 @@ from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.critic import CriticLossInputs, ValueLoss
 from ramify.train.losses.total_loss import kl_estimate
 from ramify.train.named_objectives import OBJECTIVES
-from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
+from ramify.train.other_trainer_presets import PRESETS, choices_by_field, with_preset
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
@@ -240,7 +240,7 @@ def preset_names() -> Iterator[Sequence[str]]:
         for name in dict.fromkeys(name for names in by_preset.values() for name in names):
             shown = {key for names in by_preset.values() for key in names.get(name, ())}
             chosen = [
-                override_choices(preset)[f"rl.{field}"].build(name) if name in names else None
+                choices_by_field(preset)[f"rl.{field}"].build(name) if name in names else None
                 for preset, names in by_preset.items()
             ]
             cells = [_pick(each, shown) for each in (registry.build(name), *chosen)]
@@ -333,7 +333,7 @@ def _set_by(objective: str, preset: str | None) -> str:
     other than those of the preset alone."""
     run = Run(policy=PolicySpec(path="tiny"), rl=RlSpec())
     base = run if preset is None else with_preset(run, preset)
-    rl = override(base, [f"rl.objective={objective}"], override_choices(preset)).rl
+    rl = override(base, [f"rl.objective={objective}"], choices_by_field(preset)).rl
     assert rl is not None
     usual = _flat(RlSpec(algorithm=type(rl.algorithm)())) | (_flat(base.rl) if preset else {})
     names = ("rl.algorithm", "rl.loss.")

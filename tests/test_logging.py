@@ -25,7 +25,7 @@ from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import BudgetAmount, BudgetLedger
 from ramify.log_handlers import ROOMS, RUN_LOG, FileLogHandler, parse_log_levels
 from ramify.logging import ComponentLogger, attached_handler, run_log_context
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.testing.reply_script import rate_limited, server_error, unreachable
 from ramify.testing.scripted_client import ScriptedClient
 from ramify.testing.scripted_server import ScriptedServer
@@ -238,7 +238,7 @@ def test_progress_is_logged_only_if_its_room_is_named(
         with (
             attached_handler(FileLogHandler(tmp_path / setting)),
             run_log_context("mine"),
-            report_progress("reading", total=3, unit="files") as task,
+            track_progress("reading", total=3, unit="files") as task,
         ):
             for _ in range(3):
                 task.advance()

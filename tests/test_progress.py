@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.progress import ProgressState, report_progress, subscribe
+from ramify.progress import ProgressState, subscribe, track_progress
 from ramify.sources.load_sources import load
 
 
@@ -17,7 +17,7 @@ def test_progress_is_reported_from_start_to_end() -> None:
     with (
         subscribe(states.append),
         contextlib.suppress(ValueError),
-        report_progress("counting", 3, "items") as work,
+        track_progress("counting", 3, "items") as work,
     ):
         work.advance()
         work.set_progress(2, note="b")
@@ -37,10 +37,10 @@ def test_progress_of_threads_is_reported_with_distinct_ids() -> None:
     states: list[ProgressState] = []
 
     def work() -> None:
-        with report_progress("there"):
+        with track_progress("there"):
             pass
 
-    with subscribe(states.append), report_progress("here"):
+    with subscribe(states.append), track_progress("here"):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()

@@ -47,10 +47,10 @@ PUBLIC = {
     """,
     "ramify.evaluate": """
         AgentExitReason AgentRolloutInput AgentRun AttemptOutcome AttemptTotals
-        EvaluationPlan EvaluationReport EvaluationResult ExternalAgentTask
-        ItemKindStatistics MeanEstimate RewardModel TaskEnv TaskWithMcpTools difference
-        evaluate harness majority_at_k mean_with_interval paired_difference pass_at_k report
-        table taskset text_env verifiers_task
+        EvaluationPlan EvaluationReport EvaluationResult ExternalAgentTask ItemKindScores
+        MeanEstimate RewardModel TaskEnv TaskWithMcpTools difference evaluate harness
+        majority_at_k mean_with_interval paired_difference pass_at_k report table taskset
+        text_env verifiers_task
     """,
     "ramify.inference": """
         CachePressure Client EngineLost InferenceSpec KnownPrefix LazyExportWeight
@@ -83,21 +83,21 @@ PUBLIC = {
         CriticOnlyLoss CriticSpec DAPO Decoupled DecoupledGspo DepthSpec DppoCapped DppoKl
         DppoTv DrGRPO DualClip EntropyBranchEstimator EvaluateSpec ExternalAgentTask
         FeedbackHints FormatSignal FrozenModelBudget FsdpRanks FsdpSpec GDPO GRPO
-        GeometricMask Gmpo Group GroupAlgorithmOptions GroupOutcomeSummary Gspo Hierarchical
-        HindsightHints HintAcceptanceRules HintWritingJudge HintsForTrajectory Hybrid
-        HybridTerm IcePop ImportanceSamplingLoss InductionWarmUpSpec Judge JudgeModelCaller
-        JudgeTurnView JudgeVerdict JudgeView KlCov LoraSpec LossSpec
-        MaskedImportanceSamplingLoss MaxRL NextMessageHintSource NodePoolSpec OPO
-        OffPolicyCorrection Opsm OptimizerSpec OptimizerStepAdvantages OracleJudge
-        OutcomeSignal POLICY_LOSSES PPO PassAtKEstimator PerTaskAlgorithm PlacementSpec
-        PolicyLoss PolicyLossInputs PolicySpec PpoClip ProcessRewardSignal ProgramErrorJudge
-        ProxApprox PublishedPolicy RAE RLOO ReMax ReinforcePP ReinforcePPBaseline
-        RewardServiceSpec RlSpec RoleSpec RolloutAdvantages RolloutBatchSpec RolloutOptions
-        RuleHintJudge Run SFT Sapo Schedule SequenceClip SequenceMask SequenceSums
-        SequenceTis SftSpec ShuffledHints Signal SignalContext SignalScore SingleBackend
-        SolutionHints StateGroupEstimator StepJudge StepMetrics TaskRolloutRunner TaskSpec
-        TeacherSignal TokenCredit TokenScorer TokenScores TokenScoringRequest TokenSequence
-        TokenTis ToolErrorSignal TopKCandidates Tracker TrackerRunInfo TrainableModel
+        GeometricMask Gmpo Group GroupAlgorithmOptions Gspo Hierarchical HindsightHints
+        HintAcceptanceRules HintWritingJudge HintsForTrajectory Hybrid HybridTerm IcePop
+        ImportanceSamplingLoss InductionWarmUpSpec Judge JudgeModelCaller JudgeTurnView
+        JudgeVerdict JudgeView KlCov LoraSpec LossSpec MaskedImportanceSamplingLoss MaxRL
+        NextMessageHintSource NodePoolSpec OPO OffPolicyCorrection Opsm OptimizerSpec
+        OptimizerStepAdvantages OracleJudge OutcomeSignal POLICY_LOSSES PPO PassAtKEstimator
+        PerTaskAlgorithm PlacementSpec PolicyLoss PolicyLossInputs PolicySpec PpoClip
+        ProcessRewardSignal ProgramErrorJudge ProxApprox PublishedPolicyLocations RAE RLOO
+        ReMax ReinforcePP ReinforcePPBaseline RewardServiceSpec RlSpec RoleSpec
+        RolloutAdvantages RolloutBatchSpec RolloutGroupOutcomes RolloutOptions RuleHintJudge
+        Run SFT Sapo Schedule SequenceClip SequenceMask SequenceSums SequenceTis SftSpec
+        ShuffledHints Signal SignalContext SignalScore SingleBackend SolutionHintSource
+        StateGroupEstimator StepJudge StepMetrics TaskRolloutRunner TaskSpec TeacherSignal
+        TokenCredit TokenScorer TokenScores TokenScoringRequest TokenSequence TokenTis
+        ToolErrorSignal TopKCandidates Tracker TrackerRunInfo TrainableModel
         TrainerComputeSpec TrainingGuardSpec VineEstimator WorstTokenMask demonstrate
         importance_ratio kl_estimate load_recipe pack publish read_group_records
         read_metrics token_sequences train with_objective with_preset

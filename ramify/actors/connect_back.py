@@ -91,7 +91,7 @@ class MissedHeartbeatDetector:
     def __init__(self, limit_s: float, look_s: float) -> None:
         """Create a detector that reports a process after ``limit_s`` seconds without a message.
 
-        The caller must then call ``is_overdue`` every ``look_s`` seconds.
+        The caller must then call ``count_silent_interval`` every ``look_s`` seconds.
         """
         self.limit_s = limit_s
         self._look_s = look_s
@@ -104,7 +104,7 @@ class MissedHeartbeatDetector:
         """
         self._quiet_s = 0.0
 
-    def is_overdue(self) -> bool:
+    def count_silent_interval(self) -> bool:
         """Return True if no message has arrived for more than the limit.
 
         Call this at regular intervals, because each call counts as one interval of silence.

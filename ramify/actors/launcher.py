@@ -322,7 +322,7 @@ def free_port(address: str) -> int:
 # --- closing
 
 
-def register_cleanup(
+def add_to_exit_stack(
     stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]
 ) -> None:
     """Register ``close`` to be called for the resource ``part`` when the exit stack unwinds.

@@ -118,7 +118,7 @@ class RankGroup:
         """
         with self._lock:
             self._watch.raise_if_rank_lost()
-            with self._pulse.method_in_progress(verb):
+            with self._pulse.track_method(verb):
                 for connection in self.connections:
                     own = each[connection.rank] if each else ()
                     arguments = [msgspec.Raw(encode(value)) for value in (*shared, *own)]
@@ -127,7 +127,7 @@ class RankGroup:
                 try:
                     first = _carried_out(self._own, verb, (*shared, *(each[0] if each else ())))
                 except Exception as error:  # noqa: BLE001 (another rank may be the cause)
-                    self._watch.raise_rank_lost(_describe(verb, error), rank=0, grace_s=GRACE_S)
+                    self._watch.declare_rank_lost(_describe(verb, error), rank=0, grace_s=GRACE_S)
                 # From here on rank 0 only waits, so the monitor does not blame it for a stall.
                 self._pulse.waits = True
                 others = [
@@ -250,7 +250,7 @@ def serve_rank_zero(
                 _exit_rank(rank, "rank 0 is gone")
             if isinstance(request, EndRankGroupRequest):
                 return
-            with pulse.method_in_progress(request.verb):
+            with pulse.track_method(request.verb):
                 try:
                     ended = _run_called_method(own, request)
                 except Exception as error:  # noqa: BLE001 (sent to rank 0, and raised there)

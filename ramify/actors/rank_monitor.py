@@ -49,7 +49,7 @@ class RankProgress:
         self.count += 1
 
     @contextlib.contextmanager
-    def method_in_progress(self, verb: str) -> Iterator[None]:
+    def track_method(self, verb: str) -> Iterator[None]:
         self.verb, self.thread, self.waits = verb, threading.get_ident(), False
         self.tick()
         try:
@@ -162,7 +162,7 @@ class RankMonitor:
         if self._reason:
             raise TrainError(self._reason)
 
-    def raise_rank_lost(self, why: str, rank: int, grace_s: float = 0.0) -> NoReturn:
+    def declare_rank_lost(self, why: str, rank: int, grace_s: float = 0.0) -> NoReturn:
         """Declare a rank lost, end all other ranks, and raise TrainError.
 
         If another rank turns out to be the cause within ``grace_s`` seconds, the error names that
@@ -190,10 +190,10 @@ class RankMonitor:
             if self._inbox[link.rank]:
                 ended = self._inbox[link.rank].pop(0)
                 if ended.broke:
-                    self.raise_rank_lost(ended.broke, link.rank)
+                    self.declare_rank_lost(ended.broke, link.rank)
                 return ended
             if link.talk.is_ended:
-                self.raise_rank_lost("its process ended", link.rank, grace_s=GRACE_S)
+                self.declare_rank_lost("its process ended", link.rank, grace_s=GRACE_S)
 
     def _receive(self, link: RankConnection) -> None:
         with self._guard, contextlib.suppress(EOFError, OSError):

@@ -77,7 +77,7 @@ class RayClusterConnection:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def join(self, num_gpus: int = 0) -> None:
+    def join_or_start(self, num_gpus: int = 0) -> None:
         """Join the cluster, or start one with the given number of this machine's GPUs.
 
         Raises ConfigError if that fails.
@@ -105,7 +105,7 @@ class RayClusterConnection:
             self._folder = tempfile.mkdtemp(prefix="ray", dir=root)
             # Without a token in the environment, Ray writes one to the home folder.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            self._undo.callback(keep_loopback_address())
+            self._undo.callback(patch_ray_loopback())
             options |= {
                 "address": "local",
                 "num_cpus": os.cpu_count(),
@@ -190,7 +190,7 @@ def _speaks_grpc(connection: socket.socket) -> bool:
     return len(frame) == 4 and frame[3] == _SETTINGS
 
 
-def keep_loopback_address() -> Callable[[], None]:
+def patch_ray_loopback() -> Callable[[], None]:
     """Stop Ray from replacing a loopback address, and return a function that undoes the change.
 
     On Linux, Ray replaces a loopback address with one that other machines can reach. The setting

@@ -91,7 +91,7 @@ class RayLauncher:
                 "this machine",
             )
         try:
-            self._cluster.join(num_gpus)
+            self._cluster.join_or_start(num_gpus)
             self._own = str(self._ray.util.get_node_ip_address())
             check_bundles_fit(
                 group_slots_by_node(self._placement_slots), self._nodes(), "the cluster"

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 from ramify.errors import RamifyError
-from ramify.logging import ComponentLogger, log_to_outermost_run
+from ramify.logging import ComponentLogger, tag_logs_with_outermost_run
 
 LONGEST_PAUSE_S = 30.0
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class ProcessRestartLimiter:
         self._away: set[Name] = set()
         """Processes that are being restarted."""
 
-    def record_loss(
+    def decide_restart(
         self,
         name: Name,
         why: str,
@@ -70,7 +70,7 @@ class ProcessRestartLimiter:
             event, again = "restart_failed", "it is tried again"
         if is_restarted:
             self._away.add(name)
-        with log_to_outermost_run():
+        with tag_logs_with_outermost_run():
             self._log.warning(
                 event if is_restarted else f"{self._kind}_lost",
                 "; ".join(filter(None, (why, again if is_restarted else given_up))),
@@ -108,17 +108,17 @@ class ProcessRestartLimiter:
     def reset_all_losses(self) -> None:
         self._losses.clear()
 
-    def num_losses(self, name: Name) -> int:
+    def num_consecutive_losses(self, name: Name) -> int:
         """Return how many times in a row a process has been lost."""
         return self._losses[name]
 
-    def transfer_losses(self, name: Name, new_name: Name) -> None:
+    def transfer_losses_to_replacement(self, name: Name, new_name: Name) -> None:
         """Transfer the loss count of a process to the process that replaces it under a new name."""
         self._losses[new_name] = self._losses[name]
 
     def pause_s(self, name: Name) -> float:
         """Return how many seconds to wait before the next restart: 1, 2, 4, … up to 30."""
-        return min(LONGEST_PAUSE_S, 2.0 ** self.num_losses(name) / 2)
+        return min(LONGEST_PAUSE_S, 2.0 ** self.num_consecutive_losses(name) / 2)
 
 
 async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:

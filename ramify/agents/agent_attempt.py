@@ -64,7 +64,7 @@ class RunningAgent(Protocol):
         """
         ...
 
-    async def end(self) -> None:
+    async def terminate(self) -> None:
         """End the agent and everything that it started.
 
         Calling this again has no effect.
@@ -108,7 +108,7 @@ class AgentAttempt:
 
         Raises RamifyError if the agent crashes, exceeds a time limit, or never calls a model.
         """
-        endpoint = await conversations.shared_resource(AgentModelServer, AgentModelServer)
+        endpoint = await conversations.get_or_open_shared(AgentModelServer, AgentModelServer)
         folder = create_rollout_folder()
         # The reward deletes it earlier. This is for a rollout that is never scored.
         self._remove = weakref.finalize(self, remove_folder, folder)
@@ -218,7 +218,7 @@ class AgentAttempt:
 
 async def _end_agent(agent: RunningAgent) -> None:
     """End the agent and wait for it to exit, even if the rollout is being cancelled."""
-    ending = asyncio.ensure_future(agent.end())
+    ending = asyncio.ensure_future(agent.terminate())
     try:
         await asyncio.shield(ending)
     except asyncio.CancelledError:

@@ -41,7 +41,7 @@ from ramify.actors.output_pipe import OutputPipe
 from ramify.agents.agent_container import AgentContainer
 from ramify.agents.agent_job import AgentRolloutInput
 from ramify.agents.agent_result import MAX_OUTPUT_CHARS, output_tail
-from ramify.engine.event_loop_thread import run_in_thread
+from ramify.engine.event_loop_thread import run_in_daemon_thread
 from ramify.errors import ConfigError, RamifyError
 
 PLACEHOLDERS = {
@@ -178,7 +178,7 @@ async def start_command(
             opened.callback(output.close)
         files = (None, outputs[0].writing, outputs[1].writing)
         starting = asyncio.ensure_future(
-            run_in_thread(_start_child, words, environment, job.folder, files)
+            run_in_daemon_thread(_start_child, words, environment, job.folder, files)
         )
         try:
             child = await asyncio.shield(starting)
@@ -186,7 +186,7 @@ async def start_command(
             # The thread uses the pipes until it has ended.
             await asyncio.wait([starting])
             if starting.exception() is None:
-                await run_in_thread(starting.result().end, 0.0)
+                await run_in_daemon_thread(starting.result().end, 0.0)
             raise
         except OSError as error:
             hint = ": give it {item_file}" if error.errno == errno.E2BIG else ""
@@ -263,16 +263,16 @@ class AgentProcess:
         determined."""
         return ""
 
-    async def end(self) -> None:
+    async def terminate(self) -> None:
         """End the process and everything that it started, and run the cleanup command.
 
         Calling this again has no effect.
         """
         if not self.ended.done():
             self._is_stopped = True
-            await run_in_thread(self._child.end, _END_S)
+            await run_in_daemon_thread(self._child.end, _END_S)
             if self._cleanup:
-                await run_in_thread(_run_quietly, self._cleanup)
+                await run_in_daemon_thread(_run_quietly, self._cleanup)
             self._check_ended()
 
     def _check_ended(self) -> None:

@@ -70,7 +70,7 @@ class AgentFunctionRun:
         """
         return self._thread.running_line() if self._thread is not None else ""
 
-    async def end(self) -> None:
+    async def terminate(self) -> None:
         """Stop the function if it is still running.
 
         Calling this again has no effect.

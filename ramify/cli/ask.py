@@ -29,10 +29,10 @@ from ramify.cli.parser import (
 from ramify.cli.predict_session_need import SMALL_BYTES
 from ramify.cli.progress_display import OPTION, ProgressDisplay, choose_display_form
 from ramify.cli.settings import fill_missing_settings, named_models, unknown_variable_warnings
-from ramify.cli.telemetry import export_spans
+from ramify.cli.telemetry import span_export_context
 from ramify.cli.terminal_text import StderrMessageWriter, write_stderr
 from ramify.errors import ConfigError
-from ramify.logging import hold_warnings_for_run
+from ramify.logging import hold_warnings_for_next_run
 
 if TYPE_CHECKING:
     from ramify.engine.mcp_tools import McpTools
@@ -246,7 +246,7 @@ def ask(
     if resume is not None:
         _refuse_settings(words, answer_schema, given)
     settings = fill_missing_settings(given, KINDS)
-    hold_warnings_for_run()
+    hold_warnings_for_next_run()
     notes = make_message_writer(settings, KINDS)
     form = choose_display_form(settings.get("progress"), notes)
     if resume is not None:
@@ -255,7 +255,7 @@ def ask(
         for name in ("code", "prompt"):
             edit[name] = edit[name] and _read(edit[name], f"the {name}").decode()
         fork = None if turn is None else (turn - 1, edit)
-        with export_spans(notes), ProgressDisplay(notes, form) as screen:
+        with span_export_context(notes), ProgressDisplay(notes, form) as screen:
             return continue_run(
                 resume,
                 screen,
@@ -276,7 +276,7 @@ def ask(
     if dry_run:
         settings |= {"direct": False} if mode == "free" else {}
         return show_prompt(words, answer_schema, settings, notes, is_dry_run=True)
-    with export_spans(notes), ProgressDisplay(notes, form) as screen:
+    with span_export_context(notes), ProgressDisplay(notes, form) as screen:
         return _ask(_decoded_text(words[0]), words[1:], answer_schema, settings, screen, mode)
 
 
@@ -501,7 +501,7 @@ def _read_authorities() -> None:
 
 
 def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
-    from ramify.sandbox.base import JailSpec, SandboxSpec, check_provider, provider_spec
+    from ramify.sandbox.base import JailSpec, SandboxSpec, check_provider_exists, provider_spec
 
     fields: dict[str, Any] = {
         name: settings[name] for name in ("tier", "allow_weaker") if settings.get(name) is not None
@@ -512,7 +512,7 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
         fields["mounts"] = [parse_mount(mount) for mount in mounts]
     if provider := settings.get("sandbox"):
         fields["provider"] = provider
-    check_provider(SandboxSpec(**({"provider": provider} if provider else {})))
+    check_provider_exists(SandboxSpec(**({"provider": provider} if provider else {})))
     spec = provider_spec({**fields, "packages": list(settings.get("package") or ())})
     # A session is opened only if the question needs one, and a wrong value is an error before.
     places = spec.mounts if isinstance(spec, JailSpec) else ()

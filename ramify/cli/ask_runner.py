@@ -24,7 +24,7 @@ from ramify.cli import terminal_text
 from ramify.cli.parser import ExitCode, exit_code_of_run
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.run_event_printer import RunEventPrinter
-from ramify.cli.stop_signals import add_signal_handler, watch_run_deadlines
+from ramify.cli.stop_signals import add_signal_handler, enforce_run_deadlines
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
     format_duration,
@@ -154,7 +154,7 @@ def _run_and_report(
     gc.freeze()  # start-up's objects live on; ``main`` disabled collection while they were made
     gc.enable()
     try:
-        with watch_run_deadlines("ramify ask --resume {run}", screen.close_live_view):
+        with enforce_run_deadlines("ramify ask --resume {run}", screen.close_live_view):
             result = asyncio.run(_run_watched(start, rlm, screen, interrupts))
     except asyncio.CancelledError:
         notes.say("ramify: stopped")

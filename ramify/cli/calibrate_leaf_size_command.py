@@ -23,7 +23,7 @@ from ramify.cli.eval_matrix import EvalMatrixCommand, EvalMatrixOptions
 from ramify.cli.parser import CliOptionSpec, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, choose_display_form
 from ramify.cli.settings import fill_missing_settings, named_models, open_configured_folder_store
-from ramify.cli.telemetry import export_spans
+from ramify.cli.telemetry import span_export_context
 from ramify.cli.terminal_text import format_dollars, json_line, pluralize
 from ramify.errors import ConfigError, UnknownRun
 
@@ -102,7 +102,7 @@ def run(
     if svg is not None and not Path(svg).expanduser().parent.is_dir():
         raise UsageError(f"--svg {svg}: its folder does not exist")
     with (
-        export_spans(notes),
+        span_export_context(notes),
         ProgressDisplay(notes, choose_display_form(settings.get("progress"), notes)) as screen,
     ):
         shown = _Curve(screen, tolerance, svg, as_json=bool(settings.get("json")))
@@ -141,7 +141,7 @@ class _Curve:
         sizes = sorted({call_size_of_cell(cell) for cell in plan.cells})
         per_size = sum(cell.plan.items for cell in plan.cells) // len(sizes)
         self._notes.say(
-            f"calibrate {plan.first_plan.model}: "
+            f"calibrate {plan.first_cell_plan.model}: "
             f"{', '.join(f'{size:,}' for size in sizes)} tokens, "
             f"{pluralize(per_size, 'question')} each, one call for each question"
             + ("" if likely is None else f", about {format_dollars(likely)} in all")
@@ -154,7 +154,7 @@ class _Curve:
             calibration_points,
             curve_lines,
             curve_svg,
-            date_of,
+            evaluation_date,
         )
         from ramify.plans.part_size_calibration import PartSizeCalibration, store_calibration
 
@@ -162,9 +162,9 @@ class _Curve:
         if not points:
             return
         missing = sum(cell.plan.items for cell in plan.cells) - sum(each.items for each in points)
-        model = plan.first_plan.model
+        model = plan.first_cell_plan.model
         name = named_models()[model].name if model in named_models() else model
-        found = PartSizeCalibration(name, date_of(plan), points, self._tolerance)
+        found = PartSizeCalibration(name, evaluation_date(plan), points, self._tolerance)
         path = None
         if not missing:
             path = store_calibration(found, open_configured_folder_store("ramify calibrate").root)
@@ -199,7 +199,7 @@ def _plan(
 
     Raises ConfigError if the model cannot be used, and UsageError if a size exceeds its window.
     """
-    from ramify.evaluate.answer_modes import root_model_capacity
+    from ramify.evaluate.answer_modes import root_model_spec
     from ramify.evaluate.evaluation_matrix import (
         EvalMatrixAxes,
         EvalMatrixTaskCache,
@@ -209,24 +209,24 @@ def _plan(
         QUESTIONS,
         calibration_sizes,
         estimate_calibration_cost,
-        to_text_tokens,
+        to_suite_tokens,
     )
     from ramify.evaluate.run_evaluation import EvaluationPlan
 
     kept = {name: settings[name] for name in _ASKED_WITH if name in settings}
     kept.setdefault("max_reply_tokens", _REPLY_TOKENS)
     rlm = make_rlm({**kept, "model": model}, sandbox_spec({}), None)
-    room = asyncio.run(root_model_capacity(rlm))
+    room = asyncio.run(root_model_spec(rlm))
     chosen = calibration_sizes(room) if sizes is None else _parse_sizes(sizes)
     for size in chosen:
-        if not room.fits(to_text_tokens(size)):
+        if not room.fits(to_suite_tokens(size)):
             raise UsageError(
                 f"a leaf of {size:,} tokens does not fit the window of {model} "
                 f"({room.window:,} tokens, of which {room.reply:,} are for the reply)"
             )
     axes = EvalMatrixAxes(
         suites=tuple(QUESTIONS),
-        lengths=tuple(map(to_text_tokens, chosen)),
+        lengths=tuple(map(to_suite_tokens, chosen)),
         models=(model,),
         modes=("direct",),
         base=EvaluationPlan(
@@ -246,12 +246,12 @@ def _parse_sizes(text: str) -> list[int]:
 
     Returns token counts in ascending order. Raises UsageError for any other form.
     """
-    from ramify.evaluate.leaf_size_accuracy_curve import to_text_tokens
+    from ramify.evaluate.leaf_size_accuracy_curve import to_suite_tokens
 
     found = []
     for word in filter(None, (part.strip() for part in text.split(","))):
         number, thousand = (word[:-1], 1_000) if word[-1:] in "kK" else (word, 1)
-        if not number.isdecimal() or to_text_tokens(int(number) * thousand) < _MIN_TEXT:
+        if not number.isdecimal() or to_suite_tokens(int(number) * thousand) < _MIN_TEXT:
             raise UsageError(
                 f"--sizes {text}: '{word}' is not a number of tokens of at least 1,334"
             )

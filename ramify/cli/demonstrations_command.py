@@ -31,9 +31,9 @@ from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_eva
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, choose_display_form
 from ramify.cli.settings import fill_missing_settings
-from ramify.cli.stop_signals import watch_run_deadlines
+from ramify.cli.stop_signals import enforce_run_deadlines
 from ramify.cli.terminal_text import format_dollars, json_line, pluralize, print_error
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 
 if TYPE_CHECKING:
     from ramify.evaluate.cost_budget import CostBudget
@@ -233,7 +233,7 @@ class _Demonstrations:
         sampling = Sampling(temperature=plan.settings.get("temperature"))
         first = min(num, len(record.outcomes))
         with (
-            report_progress("demonstrations", num, "attempts", first=first) as work,
+            track_progress("demonstrations", num, "attempts", first=first) as work,
             connect_mcp_tools({"mcp": self._settings.get("mcp")}) as tools,
         ):
             rlm = make_rlm(self._settings, sandbox_spec(self._settings), store, tools)
@@ -249,7 +249,7 @@ class _Demonstrations:
                 budget=budget,
             )
             try:
-                with watch_run_deadlines("the same command", self._screen.close_live_view):
+                with enforce_run_deadlines("the same command", self._screen.close_live_view):
                     return asyncio.run(making)
             except KeyboardInterrupt:
                 attempts = pluralize(progress.done, "attempt")

@@ -43,8 +43,8 @@ from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_eva
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, choose_display_form
 from ramify.cli.settings import fill_missing_settings, named_models
-from ramify.cli.stop_signals import watch_run_deadlines
-from ramify.cli.telemetry import export_spans
+from ramify.cli.stop_signals import enforce_run_deadlines
+from ramify.cli.telemetry import span_export_context
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
     json_line,
@@ -52,7 +52,7 @@ from ramify.cli.terminal_text import (
     print_error,
     write_stderr,
 )
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def evaluate(
     )
     _refuse_others(is_matrix, {"--against": against, "--track": track}, html, dry_run, yes)
     with (
-        export_spans(notes),
+        span_export_context(notes),
         ProgressDisplay(notes, choose_display_form(settings.get("progress"), notes)) as screen,
     ):
         if not is_matrix:
@@ -298,7 +298,7 @@ def _evaluate_matrix(
         base=_plan_of("", rest, first, plan_options),
     )
     validates = plan_options.get("validate") is not False
-    return EvalMatrixCommand(settings, screen, options).begin(wanted, validates)
+    return EvalMatrixCommand(settings, screen, options).run_new(wanted, validates)
 
 
 def _split_names(given: str | None) -> list[str]:
@@ -421,7 +421,7 @@ class _Command:
 
         num = min(plan.items, len(task.splits.get(plan.split, ()))) * plan.attempts
         done = len(record.outcomes) if record is not None else 0
-        with report_progress(f"evaluating {plan.split}", num, "attempts", first=done) as work:
+        with track_progress(f"evaluating {plan.split}", num, "attempts", first=done) as work:
             earlier = record.outcomes if record is not None else ()
             progress = EvaluationProgressReporter(self._screen, work, num, earlier)
             evaluating = evaluate(
@@ -445,7 +445,7 @@ class _Command:
     ) -> ExitCode:
         command = f"ramify eval --resume {record.id}" if record is not None else ""
         try:
-            with watch_run_deadlines(command, self._screen.close_live_view):
+            with enforce_run_deadlines(command, self._screen.close_live_view):
                 evaluation = asyncio.run(evaluating)
         except KeyboardInterrupt:
             hint = f"; continue with: {command}" if command else ""

@@ -38,9 +38,9 @@ from ramify.cli.eval_metering_proxies import (
 from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay
-from ramify.cli.stop_signals import watch_run_deadlines
+from ramify.cli.stop_signals import enforce_run_deadlines
 from ramify.cli.terminal_text import format_dollars, json_line, pluralize, print_error
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class EvalMatrixCommand:
         self._rlms: dict[bytes, RLM] = {}
         """Settings -> the RLM that answers with them."""
 
-    def begin(self, axes: EvalMatrixAxes, validates: bool) -> ExitCode:
+    def run_new(self, axes: EvalMatrixAxes, validates: bool) -> ExitCode:
         """Begin a new evaluation matrix and run it to its end.
 
         If ``validates`` is True, first check that correct answers to some items score 1.
@@ -149,7 +149,7 @@ class EvalMatrixCommand:
         from ramify.evaluate.evaluation_report import check_k
 
         if self._options.k is not None:
-            check_k(self._options.k, plan.first_plan.attempts)
+            check_k(self._options.k, plan.first_cell_plan.attempts)
         sys.path[:0] = [""] * ("" not in sys.path)
         return self._run(plan, EvalMatrixTaskCache(), is_new=False)
 
@@ -157,10 +157,10 @@ class EvalMatrixCommand:
         from ramify.evaluate.evaluation_matrix import EvaluationMatrixStore
 
         for model in dict.fromkeys(cell.plan.model for cell in plan.cells):
-            settings = {**plan.first_plan.settings, "model": model}
+            settings = {**plan.first_cell_plan.settings, "model": model}
             check_prices_known(settings, settings.get("max_cost"))
         if plan.has_systems:
-            check_settings_comparable(plan.first_plan.settings)
+            check_settings_comparable(plan.first_cell_plan.settings)
         records = None if self._store is None else EvaluationMatrixStore(self._store.root)
         with contextlib.ExitStack() as stack:
             opened: dict[str, EvaluationFileWriter] = {}
@@ -173,12 +173,12 @@ class EvalMatrixCommand:
                     if not self._options.is_dry_run or records.has_cell_record(cell)
                 }
             # The plan's copy of the servers lacks the values of environment variables.
-            servers = self._settings.get("mcp") or plan.first_plan.settings.get("mcp")
+            servers = self._settings.get("mcp") or plan.first_cell_plan.settings.get("mcp")
             tools = stack.enter_context(connect_mcp_tools({"mcp": servers}))
             progress: list[EvaluationProgressReporter] = []
 
             async def whole() -> tuple[EvaluationResult, ...]:
-                from ramify.evaluate.run_evaluation import evaluate_all
+                from ramify.evaluate.run_evaluation import run_evaluations
 
                 await self._confirm_start(plan, tools, opened)
                 if records is not None and is_new:
@@ -196,11 +196,11 @@ class EvalMatrixCommand:
                     root = None if self._store is None else self._store.root
                     async with open_meters(plan, root) as meters:
                         jobs = list(self._jobs(plan, tasks, tools, opened, shown, meters))
-                        return await evaluate_all(jobs, concurrency=self._options.concurrency)
+                        return await run_evaluations(jobs, concurrency=self._options.concurrency)
 
             command = "" if records is None else self._resume_command(plan)
             try:
-                with watch_run_deadlines(command, self._screen.close_live_view):
+                with enforce_run_deadlines(command, self._screen.close_live_view):
                     evaluations = asyncio.run(whole())
             except _NotConfirmed:
                 return ExitCode.ANSWERED
@@ -238,19 +238,19 @@ class EvalMatrixCommand:
         start.
         """
         from ramify.engine.limits import DEFAULT_MAX_COST
-        from ramify.evaluate.answer_modes import root_model_capacity
+        from ramify.evaluate.answer_modes import root_model_spec
         from ramify.evaluate.evaluation_matrix import estimate_remaining_cost
 
         rooms = {}
         for cell in plan.cells:
             if cell.plan.model not in rooms:
-                rooms[cell.plan.model] = await root_model_capacity(self._rlm(cell.plan, tools))
+                rooms[cell.plan.model] = await root_model_spec(self._rlm(cell.plan, tools))
         left = {}
         for cell in plan.cells:
             record = opened.get(cell.record)
             made = len(record.outcomes) if record is not None else 0
             left[cell.record] = max(0, cell.plan.items * cell.plan.attempts - made)
-        limit = plan.first_plan.settings.get("max_cost") or DEFAULT_MAX_COST
+        limit = plan.first_cell_plan.settings.get("max_cost") or DEFAULT_MAX_COST
         found = estimate_remaining_cost(plan, rooms, limit, left)
         shown = _in_words(found)
         if self._options.is_dry_run:
@@ -277,7 +277,7 @@ class EvalMatrixCommand:
     ) -> Iterator[EvaluationProgressReporter]:
         num = sum(cell.plan.items * cell.plan.attempts for cell in plan.cells)
         earlier = [outcome for record in opened.values() for outcome in record.outcomes]
-        with report_progress("evaluating", num, "attempts", first=len(earlier)) as work:
+        with track_progress("evaluating", num, "attempts", first=len(earlier)) as work:
             yield EvaluationProgressReporter(self._screen, work, num, earlier)
 
     def _jobs(
@@ -324,7 +324,7 @@ class EvalMatrixCommand:
     def _print_report(
         self, plan: EvalMatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
-        from ramify.evaluate.matrix_report import matrix_report, matrix_table
+        from ramify.evaluate.matrix_report import compute_matrix_report, matrix_table
 
         outcomes = {
             cell.record: done.outcomes for cell, done in zip(plan.cells, evaluations, strict=True)
@@ -332,7 +332,7 @@ class EvalMatrixCommand:
         if self._options.show is not None:
             self._options.show(plan, outcomes)
             return self._print_missing(plan, evaluations, is_stored=is_stored)
-        found = matrix_report(plan, outcomes, k=self._options.k)
+        found = compute_matrix_report(plan, outcomes, k=self._options.k)
         if self._options.html is not None:
             from ramify.viewer.eval_matrix_page import matrix_html
 

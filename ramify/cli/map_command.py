@@ -43,10 +43,10 @@ from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageErro
 from ramify.cli.progress_display import ProgressDisplay, choose_display_form
 from ramify.cli.settings import fill_missing_settings
 from ramify.cli.stop_signals import add_signal_handler
-from ramify.cli.telemetry import export_spans
+from ramify.cli.telemetry import span_export_context
 from ramify.cli.terminal_text import StderrMessageWriter, pluralize, print_error, write_stderr
-from ramify.logging import hold_warnings_for_run
-from ramify.maps.api import map_limits
+from ramify.logging import hold_warnings_for_next_run
+from ramify.maps.api import total_map_limits
 from ramify.maps.estimate import MIN_FOR_INTERVAL, EstimatedAmount
 from ramify.maps.map_run import MapResult, TableMapRun, TableMapSpec
 from ramify.maps.open_row_source import open_paths
@@ -153,7 +153,7 @@ def run(
     sample = 100 if estimate and sample is None else sample
     of_row = {name: given.pop(f"row_{name}") for name in _OF_ROWS}
     settings = fill_missing_settings(given, KINDS)
-    hold_warnings_for_run()
+    hold_warnings_for_next_run()
     notes = make_message_writer(settings, KINDS)
     form = choose_display_form(settings.get("progress"), notes)
     if len(words) < 2:
@@ -170,7 +170,7 @@ def run(
         columns=tuple(column or ()),
         prefix=prefix or "",
         out=None if out is None else Path(out).expanduser(),
-        budget=map_limits(
+        budget=total_map_limits(
             *(settings.get(name) for name in ("max_calls", "max_tokens", "max_cost"))
         ),
         retry_failed=bool(retry_failed),
@@ -188,7 +188,7 @@ def run(
             name = "--mcp" if settings.get("mcp") else "--table"
             raise UsageError(f"{name} has no effect on other machines: remove --placement ray")
         run_on_ray = _ray_run(row_settings, paths, request, out, workers)
-        with export_spans(notes), ProgressDisplay(notes, form, has_lines=True) as screen:
+        with span_export_context(notes), ProgressDisplay(notes, form, has_lines=True) as screen:
             result, code = _until_the_end(run_on_ray, notes, screen)
         if result is None:
             return code
@@ -197,7 +197,7 @@ def run(
     note_offline_models(settings, notes)
     source = open_paths(paths, table)
     with (
-        export_spans(notes),
+        span_export_context(notes),
         ProgressDisplay(notes, form, has_lines=True) as screen,
         connect_mcp_tools(settings) as tools,
     ):
@@ -283,7 +283,7 @@ class _MapInterrupts:
         self._count += 1
         if self._count == 1:
             self._notes.say("ramify: waiting for the rows in progress; Ctrl-C again to stop now")
-            self._run.stop("it was stopped by Ctrl-C")
+            self._run.stop_gracefully("it was stopped by Ctrl-C")
             return
         self.code = ExitCode.STOPPED
         if task is not None:
@@ -291,7 +291,7 @@ class _MapInterrupts:
 
     def _handle_terminate(self) -> None:
         self.code = ExitCode.TERMINATED
-        self._run.stop("it was stopped by SIGTERM")
+        self._run.stop_gracefully("it was stopped by SIGTERM")
 
 
 def _print_sample(result: MapResult, *, prints_rows: bool) -> None:

@@ -191,7 +191,7 @@ class SubcommandSpec(NamedTuple):
 
         The result also contains ``words`` and ``verbosity``. Raises UsageError for bad arguments.
         """
-        values = plain_values(self.options, arguments)
+        values = parse_plain_arguments(self.options, arguments)
         if values is not None:
             return values
         end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -232,7 +232,7 @@ def _fail(message: str) -> NoReturn:
     raise UsageError(message)
 
 
-def plain_values(
+def parse_plain_arguments(
     options: Sequence[CliOptionSpec], arguments: Sequence[str]
 ) -> dict[str, Any] | None:
     """Parse a simple command line, in which options are not abbreviated and all values are plain.

@@ -32,7 +32,7 @@ from ramify.cli.ask import (
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError, exit_codes_epilog
 from ramify.cli.progress_display import ProgressDisplay, choose_display_form
 from ramify.cli.settings import fill_missing_settings, named_models
-from ramify.cli.telemetry import export_spans
+from ramify.cli.telemetry import span_export_context
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
     format_count,
@@ -43,7 +43,7 @@ from ramify.cli.terminal_text import (
     write_stderr,
 )
 from ramify.errors import ConfigError
-from ramify.logging import hold_warnings_for_run
+from ramify.logging import hold_warnings_for_next_run
 from ramify.plans.plan import Plan
 from ramify.plans.plan_cost import ModelCostProfile, PlanCostBound, look_up_model
 from ramify.plans.plan_strategy import PlanStrategy
@@ -102,7 +102,7 @@ def run(
     """Run ``ramify plan``: show the plan for a question and its cost, and run it once the user
     agrees."""
     settings = fill_missing_settings(given, KINDS)
-    hold_warnings_for_run()
+    hold_warnings_for_next_run()
     notes = make_message_writer(settings, KINDS)
     form = choose_display_form(settings.get("progress"), notes)
     if not words or not words[0].strip():
@@ -162,7 +162,7 @@ def _answer(
     from ramify.engine.question import RunOptions
 
     asked = ask_runner.QuestionRunRequest(question, loaded, RunOptions(strategy=chosen))
-    with export_spans(notes), ProgressDisplay(notes, form) as screen:
+    with span_export_context(notes), ProgressDisplay(notes, form) as screen:
         return ask_runner.run(rlm, asked, screen, as_json=as_json)
 
 

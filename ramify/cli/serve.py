@@ -35,8 +35,8 @@ from ramify.cli.listen_options import (
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError, parse_size
 from ramify.cli.progress_display import ProgressDisplay, choose_display_form
 from ramify.cli.settings import fill_missing_settings, unknown_variable_warnings
-from ramify.cli.stop_signals import add_stop_handler, watch_run_deadlines
-from ramify.cli.telemetry import export_spans
+from ramify.cli.stop_signals import add_stop_handler, enforce_run_deadlines
+from ramify.cli.telemetry import span_export_context
 from ramify.cli.terminal_text import StderrMessageWriter, pluralize, write_stderr
 from ramify.cli.traffic_recording_options import (
     RECORD_OPTIONS,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
     from ramify.serve.api_keys import ServerApiKeys
     from ramify.serve.recursive_run_server import RecursiveRunServer
-    from ramify.serve.traffic_recorder import ConversationRecorder
+    from ramify.serve.traffic_recorder import ServedTrafficRecorder
     from ramify.store.folder_store import Store
 
 
@@ -158,9 +158,9 @@ def serve(words: list[str], **given: Any) -> int:
     grace_s = 30.0 if server_options["grace"] is None else server_options["grace"]
     store = open_folder_store(settings, "ramify serve")
     logged = _log_to_file(server_options["log"], store)
-    with logged, export_spans(notes), connect_mcp_tools(settings) as tools:
+    with logged, span_export_context(notes), connect_mcp_tools(settings) as tools:
         server = _server(settings, server_options, store, tools, notes)
-        with watch_run_deadlines("ramify ask --resume {run}"):
+        with enforce_run_deadlines("ramify ask --resume {run}"):
             asyncio.run(_serve(server, grace_s, notes))
     return ExitCode.ANSWERED
 
@@ -211,7 +211,7 @@ def _server(
 
 def _recorder_opener(
     settings: dict[str, Any], options: dict[str, Any], notes: StderrMessageWriter
-) -> Callable[[Sequence[Client]], ConversationRecorder] | None:
+) -> Callable[[Sequence[Client]], ServedTrafficRecorder] | None:
     """Return a function that opens the conversation recorder once the policy is loaded.
 
     Returns None without ``--record``. Raises ConfigError at once if the model is not local.
@@ -299,17 +299,17 @@ def mcp(words: list[str], **given: Any) -> int:
     from ramify.engine.mcp_tools import require_mcp_sdk
 
     require_mcp_sdk("ramify mcp")
-    from ramify.serve.mcp_server import run
+    from ramify.serve.mcp_server import run_stdio
 
-    with export_spans(notes), connect_mcp_tools(settings) as tools:
+    with span_export_context(notes), connect_mcp_tools(settings) as tools:
         store = open_folder_store(settings, "ramify mcp")
         rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
         roots = words or ["."]
-        with watch_run_deadlines("ramify ask --resume {run}"):
+        with enforce_run_deadlines("ramify ask --resume {run}"):
             if http:
                 asyncio.run(_mcp_http(rlm, roots, listening, store))
             else:
-                asyncio.run(run(rlm, roots))
+                asyncio.run(run_stdio(rlm, roots))
     return ExitCode.ANSWERED
 
 

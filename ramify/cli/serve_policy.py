@@ -25,12 +25,12 @@ from ramify.cli.traffic_recording_options import (
     parse_recording_options,
 )
 from ramify.logging import ComponentLogger, join_parent_run_log
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 
 if TYPE_CHECKING:
     from ramify.inference.local.local_client import LocalClient
     from ramify.serve.policy_server import PolicyServer
-    from ramify.serve.traffic_recorder import ConversationRecorder
+    from ramify.serve.traffic_recorder import ServedTrafficRecorder
 
 PORT = 8000
 _log = ComponentLogger("serve")
@@ -70,7 +70,7 @@ def serve_policy(
     notes = StderrMessageWriter()
     notes.show_warnings_and_logs()
     with ProgressDisplay(notes, choose_display_form(None, notes)):
-        with report_progress("starting"):
+        with track_progress("starting"):
             import torch
 
             from ramify.http_server.machine_capacity import raise_descriptor_limit
@@ -104,7 +104,7 @@ def serve_policy(
 
 
 async def _serve(
-    server: PolicyServer, client: LocalClient, recorder: ConversationRecorder | None, new_key: str
+    server: PolicyServer, client: LocalClient, recorder: ServedTrafficRecorder | None, new_key: str
 ) -> None:
     stopped = asyncio.Event()
     add_stop_handler(stopped.set)

@@ -36,10 +36,10 @@ from ramify.cli.show_path import (
     map_at,
     parse_path_and_line,
     raise_unshowable_path,
-    rollout_lines,
+    rollout_list_lines,
     rollouts_at,
     training_run_summary,
-    trajectory_at,
+    trajectory_on_line,
 )
 from ramify.cli.stored_table_questions import (
     find_map,
@@ -92,7 +92,7 @@ def show(
             "--events"
         )
     if (given := parse_path_and_line(run)) is not None:
-        rollout = trajectory_at(given)
+        rollout = trajectory_on_line(given)
         if rollout is None:
             _show_path(given, as_json=bool(json), full=bool(full), use_pager=pager is not False)
             return ExitCode.ANSWERED
@@ -108,7 +108,7 @@ def show(
     if is_map_id(run) and of_map is None:
         table = find_map(store, run)
         if json:
-            for row in table.rows:
+            for row in table.question_rows:
                 print(json_line(row))
         else:
             write_lines(map_lines(table, bool(full)), use_pager=pager is not False)
@@ -144,7 +144,7 @@ def _show_path(given: PathAndLine, *, as_json: bool, full: bool, use_pager: bool
         for row in rows:
             print(json_line(row))
         return
-    lines = list(rollout_lines(given.path, rows) if rows else training_run_summary(given.path))
+    lines = list(rollout_list_lines(given.path, rows) if rows else training_run_summary(given.path))
     if not lines:
         raise_unshowable_path(given)
     write_lines(lines, use_pager=use_pager)
@@ -431,7 +431,7 @@ SHOW = SubcommandSpec(
 _MAX_DIFFERENCES = 10
 
 
-def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> int:
+def replay_run(words: list[str], json: bool | None, allow_weaker: bool | None) -> int:
     import asyncio
 
     from ramify.cli.rebuild_recorded_run import load_recorded_run, rebuild_rlm
@@ -529,7 +529,7 @@ REPLAY = SubcommandSpec(
     """\
 Re-run a stored run's code against its recorded replies, and compare the results. No model is
 called. The exit code is 0 if every result is the same, 1 if not.""",
-    replay,
+    replay_run,
     "RUN",
     1,
     1,

@@ -60,7 +60,7 @@ def parse_path_and_line(name: str) -> PathAndLine | None:
     return PathAndLine(path, int(line)) if colon and line.isdecimal() and path.is_file() else None
 
 
-def trajectory_at(given: PathAndLine) -> Trajectory | None:
+def trajectory_on_line(given: PathAndLine) -> Trajectory | None:
     """Return the trajectory on the given line of a file, or None if no line is given.
 
     Raises StoreError if the file has no such line, or if the line has no trajectory.
@@ -106,7 +106,7 @@ def rollouts_at(given: PathAndLine) -> list[RunListRow]:
         ]
 
 
-def rollout_lines(path: Path, rows: list[RunListRow]) -> Iterator[Line]:
+def rollout_list_lines(path: Path, rows: list[RunListRow]) -> Iterator[Line]:
     """Yield a line for each rollout in a file, and finally a hint on how to show a single
     rollout."""
     yield f"{path}: {pluralize(len(rows), 'rollout')}"

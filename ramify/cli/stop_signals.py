@@ -55,7 +55,7 @@ def add_stop_handler(do: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def watch_run_deadlines(
+def enforce_run_deadlines(
     command: str, restore: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
     """Watch the deadlines of the runs in a ``with`` block, even if their event loop is blocked.

@@ -70,7 +70,7 @@ def question_events(store: RunStore, name: str) -> list[AnyEvent] | None:
     Returns None if the name has no question number. If the question was answered in a session, the
     events come from the journal of its run.
     """
-    from ramify.maps.map_table import row_events
+    from ramify.maps.map_table import row_to_run_events
 
     id, colon, number = name.partition(":")
     if not colon:
@@ -79,7 +79,7 @@ def question_events(store: RunStore, name: str) -> list[AnyEvent] | None:
         raise UsageError(f"{name}: give the number of a question, as in {id}:7")
     table = find_map(store, id)
     row = table.row_at(int(number))
-    return list(store.events(row.run)) if row.run else row_events(table, row.number)
+    return list(store.events(row.run)) if row.run else row_to_run_events(table, row.number)
 
 
 def trajectory_from_events(events: Iterable[AnyEvent]) -> Trajectory:
@@ -125,7 +125,7 @@ def remove_map(store: RunStore, name: str) -> int:
             f"map {table.id} is being written by another process: stop that process first"
         )
     num_bytes = 0
-    for path in table.store_files():
+    for path in table.stored_files():
         num_bytes += path.stat().st_size
         path.unlink()
     return num_bytes
@@ -154,7 +154,7 @@ def map_lines(table: StoredTableMap, full: bool) -> Iterator[Line]:
         num_rows = pluralize(num, "row")
         yield f"not asked: {num_rows}, empty or unreadable; see the errors in the output"
     yield ""
-    rows = sorted(table.rows, key=lambda row: (not row.error, row.row))
+    rows = sorted(table.question_rows, key=lambda row: (not row.error, row.row))
     rows = rows if full else rows[:_SHOWN_ROWS]
     for row in rows:
         took = (
@@ -168,8 +168,8 @@ def map_lines(table: StoredTableMap, full: bool) -> Iterator[Line]:
             yield styled_text("bad", f"{head}{shorten_to_line(row.error, 200)}")
         else:
             yield f"{head}{shorten_to_line(row.answer or '(open)', 60)}{took}{equal}"
-    if len(rows) < len(table.rows):
-        yield f"… {len(table.rows) - len(rows):,} more: --full, or ramify view"
+    if len(rows) < len(table.question_rows):
+        yield f"… {len(table.question_rows) - len(rows):,} more: --full, or ramify view"
 
 
 def _num_rows(figures: TableMapSummary) -> str:

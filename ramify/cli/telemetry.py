@@ -24,7 +24,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 
 @contextlib.contextmanager
-def export_spans(notes: StderrMessageWriter) -> Iterator[None]:
+def span_export_context(notes: StderrMessageWriter) -> Iterator[None]:
     """Export the spans of all runs in a ``with`` block, if environment variables request it.
 
     If the export fails, a warning is logged and the command continues.

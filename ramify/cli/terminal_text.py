@@ -302,7 +302,7 @@ def call_tree_lines(trajectory: Trajectory) -> Iterator[Text]:
     from ramify.types.call_tree import CallTree
 
     tree = CallTree()
-    tree.load_trajectory(trajectory)
+    tree.build_from_trajectory(trajectory)
     below: dict[str, list[RunCallNode]] = {}
     roots = []
     for node in tree.order:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ramify.clients.base import Client
     from ramify.models.load import Policy
     from ramify.serve.redaction import RedactionRules
-    from ramify.serve.traffic_recorder import ConversationRecorder, TrafficRetention
+    from ramify.serve.traffic_recorder import ServedTrafficRecorder, TrafficRetention
 
 RECORD_OPTIONS = (
     CliOptionSpec(
@@ -110,15 +110,15 @@ def open_recorder(
     recording: tuple[RedactionRules, TrafficRetention],
     policy: Policy,
     notes: StderrMessageWriter,
-) -> ConversationRecorder:
+) -> ServedTrafficRecorder:
     """Open the conversation recorder, and tell the user where records are kept and for how long.
 
     Raises ConfigError or StoreError if that fails.
     """
-    from ramify.serve.traffic_recorder import ConversationRecorder, PolicyFactsForRecorder
+    from ramify.serve.traffic_recorder import PolicyFactsForRecorder, ServedTrafficRecorder
 
     redaction, retention = recording
-    recorder = ConversationRecorder(
+    recorder = ServedTrafficRecorder(
         Path(folder).expanduser(), PolicyFactsForRecorder.from_policy(policy), redaction, retention
     )
     age = retention.max_age_s

@@ -38,11 +38,11 @@ from ramify.actors.restarts import ProcessRestartLimiter
 from ramify.cli.list_train_fields import print_fields
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.progress_display import OPTION, ProgressDisplay, choose_display_form
-from ramify.cli.telemetry import export_spans
+from ramify.cli.telemetry import span_export_context
 from ramify.cli.terminal_text import StderrMessageWriter, print_error
 from ramify.log_handlers import RUN_LOG
 from ramify.logging import ComponentLogger, run_log
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.train.checkpoint import find_lock_holder
 from ramify.train.metrics import FILE, StepMetrics, read_metrics
 
@@ -201,12 +201,12 @@ def train(
         ]
         return train_with_restarts(words, [*flags, *options], Path(run_folder), resume, restarts)
     form = choose_display_form("lines" if plain else progress, notes)
-    with export_spans(notes), ProgressDisplay(notes, form, has_lines=True) as screen:
-        with report_progress("starting"):
+    with span_export_context(notes), ProgressDisplay(notes, form, has_lines=True) as screen:
+        with track_progress("starting"):
             from ramify.train.backends.launch import is_restarted
             from ramify.train.config_overrides import override
             from ramify.train.execute import train
-            from ramify.train.other_trainer_presets import override_choices, with_preset
+            from ramify.train.other_trainer_presets import choices_by_field, with_preset
             from ramify.train.placement_plan import with_placement_kind
             from ramify.train.recipe import load_recipe, load_stored_run  # imports everything heavy
 
@@ -214,7 +214,7 @@ def train(
             # Preset and placement come first, so that the overrides can change their fields.
             run = with_preset(run, preset) if preset else run
             run = with_placement_kind(run, placement) if placement else run
-            run = override(run, overrides, override_choices(preset))
+            run = override(run, overrides, choices_by_field(preset))
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
         folder = Path(out or _resumed_folder(resume) or f"runs/{run.name}")
         if folder.exists() and not folder.is_dir():
@@ -454,7 +454,7 @@ def train_with_restarts(
                 losses.record_success(name)
             furthest = max(furthest, step or 0)
             how = exit_reason(code)
-            attempt = losses.num_losses(name) + 1
+            attempt = losses.num_consecutive_losses(name) + 1
             if attempt > restarts:
                 text = (
                     f"the trainer {how} at step {furthest}: failure {attempt} in a row without "
@@ -465,7 +465,7 @@ def train_with_restarts(
                 return ExitCode.ERROR
             checkpoint = _latest_checkpoint(folder, since)
             resume = str(checkpoint) if checkpoint is not None else resume
-            losses.record_loss(
+            losses.decide_restart(
                 name,
                 f"the trainer {how} after step {furthest}",
                 f"restarting from {resume or 'the beginning'}",

@@ -22,7 +22,7 @@ from typing import Any
 from ramify.clients import anthropic_reply_parser
 from ramify.clients.anthropic_reply_parser import Blocks, decode_arguments
 from ramify.clients.base import ASSUMED_WINDOW, OnPiece, Price, Request, picture_base64
-from ramify.clients.chat_json import supports_strict_schema
+from ramify.clients.chat_json import is_strict_compatible
 from ramify.clients.json_api import JsonApiClient
 from ramify.clients.picture_token_costs import can_read_pictures
 from ramify.clients.provider_batch_apis import AnthropicBatches
@@ -157,7 +157,7 @@ class AnthropicClient:
         if (
             request.schema is not None
             and self._enforces_schema
-            and supports_strict_schema(request.schema)
+            and is_strict_compatible(request.schema)
         ):
             fields["output_config"] = {"format": {"type": "json_schema", "schema": request.schema}}
         # Only a conversation that continues is worth the surcharge for writing to the cache.

@@ -328,7 +328,7 @@ def request_body_fields(
         schema = {
             "name": "answer",
             "schema": request.schema,
-            "strict": supports_strict_schema(request.schema),
+            "strict": is_strict_compatible(request.schema),
         }
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if request.tools:
@@ -341,13 +341,13 @@ def request_body_fields(
     return fields
 
 
-def supports_strict_schema(schema: Any) -> bool:
+def is_strict_compatible(schema: Any) -> bool:
     """Return True if OpenAI can strictly enforce a JSON schema.
 
     That is the case if every object is closed and requires all its properties.
     """
     if isinstance(schema, list):
-        return all(map(supports_strict_schema, schema))
+        return all(map(is_strict_compatible, schema))
     if not isinstance(schema, dict):
         return True
     properties = schema.get("properties")
@@ -357,14 +357,14 @@ def supports_strict_schema(schema: Any) -> bool:
             schema.get("required", ())
         ) != set(named):
             return False
-        if not all(map(supports_strict_schema, named.values())):
+        if not all(map(is_strict_compatible, named.values())):
             return False
     subschemas = (
         value
         for key, value in schema.items()
         if key not in ("properties", "enum", "const", "default", "examples")
     )
-    return all(map(supports_strict_schema, subschemas))
+    return all(map(is_strict_compatible, subschemas))
 
 
 def encode(fields: Any) -> bytes:

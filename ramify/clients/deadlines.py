@@ -28,7 +28,7 @@ class TimeoutScheduler:
         self._timer_s = math.inf
         """Event-loop time at which the timer fires; infinite without one."""
 
-    def at(self, when_s: float) -> TimeoutScope:
+    def timeout_at(self, when_s: float) -> TimeoutScope:
         """Return a context manager that raises TimeoutError at the event-loop time ``when_s``."""
         return TimeoutScope(self, when_s)
 

@@ -65,7 +65,7 @@ class PendingMockRequest:
         """False once the client has disconnected."""
         return self._connection.is_open
 
-    def begin(self, content_type: str) -> None:
+    def begin_streamed_response(self, content_type: str) -> None:
         """Begin a response with status 200 whose body is sent in pieces.
 
         Call ``end`` after the last piece.
@@ -132,7 +132,7 @@ class MockHttpServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     @property
-    def num_connections(self) -> int:
+    def num_open_connections(self) -> int:
         """The number of connections that are currently open."""
         return len(self._connections)
 

@@ -4,7 +4,7 @@ A batch is a single upload of many requests, which the provider answers within a
 price.
 
     lines ── create(key) ──> id ── state(id), until it has ended ── results ──> Reply
-                └── if no answer arrives: possible_batch_ids(key) ── was_created_by_key ──> the id
+                └── if no answer arrives: possible_batch_ids(key) ── is_from_upload_key ──> the id
                     of the batch, so that it is not paid twice
 
 | | OpenAI | Anthropic |
@@ -171,7 +171,7 @@ class BatchApi(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def was_created_by_key(self, id: str, key: str) -> bool | None:
+    async def is_from_upload_key(self, id: str, key: str) -> bool | None:
         """Return True if the upload with the given key created this batch, and False if it did not.
 
         Returns None if that is not known yet.
@@ -384,7 +384,7 @@ class OpenAIBatches(BatchApi):
                 return found
             after = f"&after={page.data[-1].id}"
 
-    async def was_created_by_key(self, id: str, key: str) -> bool | None:
+    async def is_from_upload_key(self, id: str, key: str) -> bool | None:
         return True
 
     async def state(self, id: str) -> BatchState:
@@ -491,7 +491,7 @@ class AnthropicBatches(BatchApi):
                 return found
             after = f"&after_id={page.last_id}"
 
-    async def was_created_by_key(self, id: str, key: str) -> bool | None:
+    async def is_from_upload_key(self, id: str, key: str) -> bool | None:
         state = await self.state(id)
         if not state.is_ended:
             return None

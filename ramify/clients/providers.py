@@ -521,7 +521,7 @@ class PriceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     also: tuple[str, ...] = ()
 
     @property
-    def price(self) -> Price | None:
+    def to_price(self) -> Price | None:
         if self.input is None or self.output is None:
             return None
         return Price(self.input, self.output, self.cached, self.cache_write)
@@ -552,8 +552,8 @@ class PriceTable:
 
     def price(self, name: str) -> Price | None:
         entry = self._find(name)
-        if entry is not None and entry.price is not None:
-            return entry.price
+        if entry is not None and entry.to_price is not None:
+            return entry.to_price
         return FREE if is_self_hosted(name) or is_scripted_model(name) else None
 
     def context_window(self, name: str) -> int | None:

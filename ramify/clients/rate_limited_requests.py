@@ -214,7 +214,7 @@ class RateLimitedClientPool:
                 if wait_s is not None:
                     await self._sleep(wait_s)
         finally:
-            retries.log_outage()
+            retries.log_outage_duration()
 
     async def close(self) -> None:
         """Close the connections and every client that this pool created.
@@ -421,7 +421,7 @@ class _Arrival:
         """Start the timeout at the given event-loop time, and return a context manager that
         applies it."""
         self._text_at_s = now_s
-        self._timeout = self._deadlines.at(now_s + self._timeout_s)
+        self._timeout = self._deadlines.timeout_at(now_s + self._timeout_s)
         return self._timeout
 
     def add(self, piece: ReplyPiece) -> None:
@@ -505,7 +505,7 @@ class RequestRetryPolicy:
         self._waited_s += wait_s
         return None if is_limited else wait_s
 
-    def log_outage(self) -> None:
+    def log_outage_duration(self) -> None:
         """Log how long a retried request kept failing, if that was at least a second."""
         if self._patience_s and self._num_retries:
             _record_wait(self._client, "outage", self._out_s())

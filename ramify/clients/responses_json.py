@@ -19,9 +19,9 @@ import msgspec
 from ramify.clients.base import Request, reported_usage
 from ramify.clients.chat_json import (
     decode_body,
+    is_strict_compatible,
     picture_url,
     reported_model_name,
-    supports_strict_schema,
     text_field,
 )
 from ramify.clients.providers import ResolvedEndpoint
@@ -164,7 +164,7 @@ def request_body_fields(
         kind = {
             "type": "json_schema",
             "name": "answer",
-            "strict": supports_strict_schema(request.schema),
+            "strict": is_strict_compatible(request.schema),
         }
         fields["text"] = {"format": {**kind, "schema": request.schema}}
     if request.tools:

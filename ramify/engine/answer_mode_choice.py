@@ -172,7 +172,7 @@ def _facts(setup: RlmSetup, question: Question, models: ModelsByDepth) -> Answer
     root, limits = models.client_at_depth(0), setup.limits
     is_priced = any(client.price is not None for client in models.all)
     of_tables = _TABLE_TOOLS if _has_texts_of_tables(question) else frozenset()
-    of_question = question.tools.keys() - of_tables if question.has_required_tools else ()
+    of_question = question.tools.keys() - of_tables if question.has_mandatory_tools else ()
     tools = [*sorted(of_question), *setup.tools.functions, *setup.tools.values]
     return AnswerModeFacts(
         question,

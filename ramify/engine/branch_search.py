@@ -148,7 +148,7 @@ def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> Br
     return known
 
 
-def config_of(search: BranchSearch) -> dict[str, Any]:
+def search_to_config(search: BranchSearch) -> dict[str, Any]:
     """Return the settings of ``search`` as plain data for the run's journal.
 
     A custom search is described only by its ``repr``.

@@ -33,7 +33,7 @@ from ramify.engine.limits import BudgetAmount, BudgetLedger, BudgetReservation, 
 from ramify.engine.model_requests import (
     check_prices_known,
     filtered_reply_error,
-    prepare_for_record,
+    prepare_reply_for_record,
     truncation_error,
 )
 from ramify.engine.plain_call import answer_without_session, direct_prompt, with_answer_format
@@ -178,7 +178,7 @@ class DirectModelCaller:
         limits = self.setup.limits
         try:
             now_s = asyncio.get_running_loop().time()
-            with self._pool.deadlines.at(now_s + limits.max_seconds):
+            with self._pool.deadlines.timeout_at(now_s + limits.max_seconds):
                 return await answer_without_session(
                     call.ask,
                     self.client.name,
@@ -199,7 +199,7 @@ class DirectModelCaller:
         reply = await self._pool.ask(
             self.client, request, account, patience_s=self.setup.limits.patience_s
         )
-        return prepare_for_record(reply, self.setup.scaffold.stop, account.most())
+        return prepare_reply_for_record(reply, self.setup.scaffold.stop, account.most())
 
     def first_request(self, question: Question) -> Request:
         """Return the first request for ``question`` without sending it.
@@ -210,14 +210,14 @@ class DirectModelCaller:
             tuple(self.first_request_messages(question)), _enforced_schema(question)
         )
 
-    def is_allowed(self, request: Request, price: Price | None) -> bool:
+    def can_afford(self, request: Request, price: Price | None) -> bool:
         """Return True if one question's limits allow ``request`` even at its maximum token
         usage."""
         most, limit = max_request_usage(request, price), self.limit
         fits = most.tokens <= limit.tokens and most.cost <= limit.cost * (1 + 1e-9)
         return fits and limit.calls >= 1
 
-    def prepare_for_record(self, reply: Reply, request: Request, price: Price | None) -> Reply:
+    def complete_usage_and_cost(self, reply: Reply, request: Request, price: Price | None) -> Reply:
         """Complete the usage and cost of a reply that ``send`` did not return, so that it can be
         recorded.
 
@@ -226,7 +226,9 @@ class DirectModelCaller:
         """
         reply = reply_with_cost(reply, request, self.client.window, price)
         cost = None if price is None else max_request_usage(request, price).cost
-        return prepare_for_record(reply, self.setup.scaffold.stop, (request.max_usage(), cost))
+        return prepare_reply_for_record(
+            reply, self.setup.scaffold.stop, (request.max_usage(), cost)
+        )
 
     def build_request(
         self, messages: tuple[Message, ...], schema: dict[str, Any] | None
@@ -342,7 +344,7 @@ class _DirectAccount:
         If so, also emit the event that announces the request, because the request is sent right
         afterwards.
         """
-        if not self._reservation.is_still_valid():
+        if not self._reservation.confirm_or_release():
             return False
         most, cost = self.most()
         try:

@@ -70,7 +70,7 @@ class ExternallyDrivenCall(msgspec.Struct):
     stop: Stop = Stop.FINAL
     """The limit that ended the call; ``FINAL`` if no limit did."""
 
-    def num_messages_after(self, num_turns: int) -> int:
+    def num_messages_after_turns(self, num_turns: int) -> int:
         """Return how many messages the conversation has once ``num_turns`` turns have ended.
 
         For a fork, the inherited messages are included, although their turns do not count.
@@ -85,7 +85,7 @@ class ExternallyDrivenCall(msgspec.Struct):
         """
         return num_turns == len(self.turns) and self.asked is None
 
-    def prompt_after(self, num_turns: int) -> Sequence[Message] | None:
+    def messages_added_at_turn(self, num_turns: int) -> Sequence[Message] | None:
         """Return the messages that the request for turn ``num_turns`` added to the conversation.
 
         Turns are indexed from 0. Returns None if no such request has been sent.
@@ -93,7 +93,7 @@ class ExternallyDrivenCall(msgspec.Struct):
         if num_turns == len(self.turns):
             return self.asked if self.turns or self.asked is not None else self.first
         end = self.turns[num_turns].num_messages - 1
-        return self.call.messages[self.num_messages_after(num_turns) : end]
+        return self.call.messages[self.num_messages_after_turns(num_turns) : end]
 
 
 class ConversationMatch(NamedTuple):
@@ -178,7 +178,7 @@ def _sent_before(
             continue
         num_common = _num_common(each.call.messages, messages, may_differ)
         num_turns = sum(turn.num_messages <= num_common for turn in each.turns)
-        start = each.num_messages_after(num_turns)
+        start = each.num_messages_after_turns(num_turns)
         if start > num_common or start >= len(messages):
             continue
         place = ConversationMatch(each, num_turns, start, None, None)
@@ -197,7 +197,7 @@ def _is_repeated(place: ConversationMatch, messages: Sequence[Message]) -> bool:
     """
     if place.call is None:
         return False
-    sent = place.call.prompt_after(place.num_turns)
+    sent = place.call.messages_added_at_turn(place.num_turns)
     return sent is not None and tuple(sent) == tuple(messages[place.start :])
 
 

@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any, TypeVar, cast
 
 from ramify.errors import ConfigError, EventLoopBlockedError
-from ramify.logging import calling_line, warnings_at
+from ramify.logging import calling_line, warnings_at_line
 
 on_blocked: ContextVar[Callable[[EventLoopBlockedError], object] | None] = ContextVar(
     "on_blocked", default=None
@@ -238,7 +238,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         _settle(answer, None, error)
 
     # A blocked loop never completes its own future, so the caller waits for a second one.
-    with warnings_at(calling_line()):
+    with warnings_at_line(calling_line()):
         context = contextvars.copy_context()
     context.run(on_blocked.set, release)
     future = context.run(asyncio.run_coroutine_threadsafe, work, used)
@@ -349,7 +349,7 @@ def _is_here() -> bool:
         return False
 
 
-async def run_in_thread(work: Callable[..., Any], *args: Any) -> Any:
+async def run_in_daemon_thread(work: Callable[..., Any], *args: Any) -> Any:
     """Run a user's function in a separate thread that is never joined, and return its result.
 
     If the function never returns, it blocks only its caller, not the event loop's thread pool or

@@ -240,7 +240,7 @@ class EventRecorder:
         if self._on_close is not None:
             self._on_close()
 
-    async def upcoming_events(self) -> AsyncIterator[AnyEvent]:
+    async def follow_events(self) -> AsyncIterator[AnyEvent]:
         """Yield every event from now on, until the run ends."""
         queue: asyncio.Queue[AnyEvent] = asyncio.Queue()
         self.add_listener(queue.put_nowait)

@@ -92,12 +92,12 @@ class RunModelClient:
         """
         return self._run.models.client_at_depth(depth)
 
-    def call_ids(self, thread: str) -> list[str]:
+    def agent_call_ids(self, thread: str) -> list[str]:
         """Return the ids of the calls of the agent named ``thread``, in order of creation."""
         known = self._agents.get(thread)
         return [] if known is None else [each.call.id for each in known.calls]
 
-    async def shared_resource(
+    async def get_or_open_shared(
         self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]
     ) -> T:
         """Return an object that all runs of this RLM on one event loop share, opening it on first
@@ -239,7 +239,7 @@ class RunModelClient:
         # If none of a fork's own turns is shared, continue from the call that it was forked from.
         while not num_turns and origin.origin is not None:
             origin, num_turns = origin.origin
-        num_messages = origin.num_messages_after(num_turns)
+        num_messages = origin.num_messages_after_turns(num_turns)
         call = origin.call.fork(num_turns, num_messages)
         fork = ExternallyDrivenCall(
             call, origin.tools, origin.learns, num_messages, origin=(origin, num_turns)
@@ -264,7 +264,7 @@ class RunModelClient:
             stop = run.stop_reason(call)
             if stop is not None:
                 num_turns = call.num_turns_before + call.turn
-                reason = run.stop_explanation(CallOutcome(stop), num_turns, request.depth)
+                reason = run.explain_call_stop(CallOutcome(stop), num_turns, request.depth)
                 raise LimitReached(reason or f"the run is closing ({stop})", stop)
             reply = await run.requests.ask(
                 call,

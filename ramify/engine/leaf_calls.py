@@ -81,7 +81,7 @@ class LeafModelCaller:
         return self._run.models.plain
 
     @property
-    def limits(self) -> Limits:
+    def run_limits(self) -> Limits:
         return self._run.setup.limits
 
     @property
@@ -91,7 +91,7 @@ class LeafModelCaller:
         return self._rest is not None
 
     @property
-    def budget(self) -> BudgetAmount:
+    def budget_limit(self) -> BudgetAmount:
         """The calls, tokens and dollars that the strategy may use.
 
         They are capped by any budget that several runs share.
@@ -120,7 +120,7 @@ class LeafModelCaller:
             self._run.continue_past_recorded_limit(self._root)
         outcomes: list[CallOutcome] = [CallOutcome(Stop.CANCELLED)] * num
         waiting = iter(enumerate(leaves))
-        most = min(num, _BEGUN_PER_SLOT * self.limits.max_concurrency)
+        most = min(num, _BEGUN_PER_SLOT * self.run_limits.max_concurrency)
         await _all_done(self._work(waiting, outcomes) for _ in range(most))
         for outcome in outcomes:
             if isinstance(outcome.failure, ReplayDiverged):

@@ -194,7 +194,7 @@ class ReservationOverrun(NamedTuple):
     cost: float = 0.0
     """Highest cost of one reply, in dollars."""
 
-    def with_report(self, most: Usage, reported: Usage, cost: float) -> ReservationOverrun:
+    def updated_with_usage(self, most: Usage, reported: Usage, cost: float) -> ReservationOverrun:
         """Return the overrun updated with a reply that exceeded its reservation.
 
         The reply used ``reported`` although at most ``most`` was expected.
@@ -374,7 +374,7 @@ class BudgetLedger:
                 self._admit()  # those behind this request may fit now
             raise
 
-    def is_excess(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> bool:
+    def is_over_reservation(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> bool:
         """Return True if the usage or cost of a reply exceeds what was reserved for it."""
         if usage.total_tokens > reserved.tokens:
             return True
@@ -390,7 +390,7 @@ class BudgetLedger:
         if self.shared is not None:
             self.shared.settle(reserved, usage, cost)
         self.outstanding = self.outstanding.minus(reserved)
-        self.is_draining = self.is_draining or self.is_excess(reserved, usage, cost)
+        self.is_draining = self.is_draining or self.is_over_reservation(reserved, usage, cost)
         self._book(usage, cost)
 
     def charge(self, usage: Usage, cost: float | None, *, is_recorded: bool = False) -> None:
@@ -524,7 +524,7 @@ class BudgetReservation:
         self._excess: ReservationOverrun | None = None
         """Overrun from which the reserved amount was last computed; None before the first
         computation."""
-        self.recompute()
+        self.update_for_overrun()
 
     @property
     def cost(self) -> float | None:
@@ -532,7 +532,7 @@ class BudgetReservation:
         price."""
         return self.amount.cost if self._price is not None or self.amount.cost else None
 
-    def recompute(self) -> bool:
+    def update_for_overrun(self) -> bool:
         """Recompute the reserved amount if the model's observed overrun has grown.
 
         Return True if the amount has changed.
@@ -555,15 +555,15 @@ class BudgetReservation:
 
         Raises LimitReached if it can never fit.
         """
-        self.recompute()
+        self.update_for_overrun()
         while True:
             reserved = self.amount
             await self._ledger.reserve(reserved)
-            if not self.recompute():
+            if not self.update_for_overrun():
                 return
             self._ledger.release(reserved)  # a report in the meantime showed that it is too small
 
-    def is_still_valid(self) -> bool:
+    def confirm_or_release(self) -> bool:
         """Return True if the attempt may still be sent with this reservation.
 
         Otherwise release the reservation; it is invalid because another reply used more than was
@@ -586,7 +586,10 @@ class BudgetReservation:
         """
         if usage.unknown_calls:
             usage, cost = self.usage, self.cost
-        reserved, is_excess = self.amount, self._ledger.is_excess(self.amount, usage, cost)
+        reserved, is_excess = (
+            self.amount,
+            self._ledger.is_over_reservation(self.amount, usage, cost),
+        )
         if is_excess:
             # First, because settling may refuse other requests, whose error quotes this report.
             self.record_excess(usage, cost, request)
@@ -597,7 +600,7 @@ class BudgetReservation:
         """Record by how much an attempt exceeded its reservation, so that later ones reserve as
         much."""
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
-        self._ledger.excess[self._model] = excess.with_report(self._most, usage, cost or 0.0)
+        self._ledger.excess[self._model] = excess.updated_with_usage(self._most, usage, cost or 0.0)
         reported, reserved = (
             f"{tokens:,} tokens" + ("" if cost is None else f" (${format_plain_number(dollars)})")
             for tokens, dollars in (

@@ -115,7 +115,7 @@ class CallMessageHistory(msgspec.Struct):
                 return KnownPrefix(num_messages, self.ids[:num_ids])
         return None
 
-    def strip_stored_ids(self, reply: Reply) -> tuple[Reply, int]:
+    def strip_stored_prompt_ids(self, reply: Reply) -> tuple[Reply, int]:
         """Remove from ``reply`` the prompt token ids that the call already stores.
 
         Return the shortened reply and the number of ids removed. If the call does not keep token
@@ -134,7 +134,7 @@ class CallMessageHistory(msgspec.Struct):
         """Add a finished turn to the call's history.
 
         The prompt of the turn was the first ``reused`` messages of the history followed by ``new``.
-        ``reply`` and ``reused_ids`` come from ``strip_stored_ids``.
+        ``reply`` and ``reused_ids`` come from ``strip_stored_prompt_ids``.
         """
         self.messages = [*self.messages[:reused], *new, reply.message]
         del self.max_tokens[reused + 1 :]

@@ -166,7 +166,7 @@ class ModelRequestSender:
         else:
             self._check_open(turn)
             try:
-                async with ending.cancel_at_deadline() if last_word else ending.cancel_on_closing():
+                async with ending.deadline_scope() if last_word else ending.cancel_when_run_ends():
                     reply = await self.models.pool.ask(
                         call.client,
                         turn.request,
@@ -351,7 +351,11 @@ class ModelRequestSender:
         Called after a reply used more than was reserved for it, because the final answer may do the
         same.
         """
-        if self.ledger.held.calls and self._last_word is not None and self._last_word.recompute():
+        if (
+            self.ledger.held.calls
+            and self._last_word is not None
+            and self._last_word.update_for_overrun()
+        ):
             self.ledger.reserve_final_answer(self._last_word.amount)
 
     def _find_reply(self, turn: TurnRequester) -> tuple[Reply, int] | None:
@@ -373,19 +377,19 @@ class ModelRequestSender:
             self._repeat_attempts(recording, turn)
             reply = recording.reply(call.id, call.turn, turn.digest)
             if reply is not None and recording.is_fork:  # the forked run has paid for it
-                return _without_cost(reply), recording.num_reused_token_ids(call.id, call.turn)
+                return _without_cost(reply), recording.num_prefix_ids_reused(call.id, call.turn)
             if reply is not None:
                 turn.charge_recorded_reply(reply)
-                return reply, recording.num_reused_token_ids(call.id, call.turn)
+                return reply, recording.num_prefix_ids_reused(call.id, call.turn)
             # A fork can have edited code, which takes the place of a reply.
             code = recording.given.get((call.id, call.turn))
             if code is not None:
-                return call.history.strip_stored_ids(self.setup.scaffold.code_reply(code))
+                return call.history.strip_stored_prompt_ids(self.setup.scaffold.code_reply(code))
         # Branches send equal requests to get different replies, so they bypass the cache.
         if self.cache is not None and not call.is_branch:
             reply = self.cache.find(turn.digest, call.client.name, turn.request)
             if reply is not None:
-                return call.history.strip_stored_ids(_without_cost(reply))
+                return call.history.strip_stored_prompt_ids(_without_cost(reply))
         return None
 
     def _repeat_attempts(self, recording: RunEventIndex, turn: TurnRequester) -> None:
@@ -419,10 +423,10 @@ class ModelRequestSender:
 
         Return the reply without the token ids that are already stored, and the number of those ids.
         """
-        reply = prepare_for_record(reply, self.setup.scaffold.stop, turn.max_usage_and_cost())
+        reply = prepare_reply_for_record(reply, self.setup.scaffold.stop, turn.max_usage_and_cost())
         if self.cache is not None:
-            self.cache.keep(turn.digest, turn.call.client.name, turn.request, reply)
-        return turn.call.history.strip_stored_ids(reply)
+            self.cache.add(turn.digest, turn.call.client.name, turn.request, reply)
+        return turn.call.history.strip_stored_prompt_ids(reply)
 
 
 class TurnRequester:
@@ -552,7 +556,7 @@ class TurnRequester:
         self._requests.under_way.add(self)
 
     def is_still_valid(self) -> bool:
-        is_enough = self._reservation.is_still_valid()
+        is_enough = self._reservation.confirm_or_release()
         if not is_enough:
             self._requests.remove_in_flight(self)
         return is_enough
@@ -574,7 +578,7 @@ class TurnRequester:
     def charge_recorded_reply(self, reply: Reply) -> None:
         """Charge the budget for a reply that was recorded before the run was interrupted."""
         ledger, usage = self._requests.ledger, reply.usage
-        if not usage.unknown_calls and ledger.is_excess(
+        if not usage.unknown_calls and ledger.is_over_reservation(
             self._reservation.amount, usage, reply.cost
         ):
             self._reservation.record_excess(usage, reply.cost, self._name)
@@ -676,7 +680,7 @@ def truncation_error(model: str, limit: int, setting: str, text: str) -> ReplyTr
     )
 
 
-def prepare_for_record(
+def prepare_reply_for_record(
     reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | None]
 ) -> Reply:
     """Repair a reply's text and complete its usage, so that the reply can be recorded.

@@ -166,7 +166,7 @@ def idle_reminder(num_idle: int, max_idle: int) -> str:
     return NUDGE if num_idle < 2 else NUDGE_AGAIN.format(more=more)
 
 
-def recovered_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
+def saved_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
     """Return notes that tell the model in which variables values of its last cell were saved.
 
     Saved values are replies that arrived before a failure, and values that the cell assigned to
@@ -290,20 +290,22 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def count_text_chars(value: Any) -> int:
+def count_context_chars(value: Any) -> int:
     """Count the characters of all values in a context, such as its strings."""
     if isinstance(value, str | bytes | FileBackedText):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(count_text_chars(key) + count_text_chars(item) for key, item in value.items())
+        return sum(
+            count_context_chars(key) + count_context_chars(item) for key, item in value.items()
+        )
     if isinstance(value, list | tuple | set | frozenset):
-        return sum(count_text_chars(item) for item in value)
+        return sum(count_context_chars(item) for item in value)
     if isinstance(value, Table | BufferNdArray):
         return value.num_chars
     return len(str(value)) if value is not None else 0
 
 
-def render_context(value: Any) -> str:
+def context_as_text(value: Any) -> str:
     """Return a context as plain text, for a model that receives it inside its prompt."""
     if isinstance(value, str):
         return value
@@ -312,10 +314,10 @@ def render_context(value: Any) -> str:
     if isinstance(value, FileBackedText):
         return value[:]
     if isinstance(value, Mapping):
-        return "\n\n".join(f"=== {key} ===\n{render_context(item)}" for key, item in value.items())
+        return "\n\n".join(f"=== {key} ===\n{context_as_text(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
         return "\n\n".join(
-            f"=== {index} ===\n{render_context(item)}" for index, item in enumerate(value)
+            f"=== {index} ===\n{context_as_text(item)}" for index, item in enumerate(value)
         )
     if isinstance(value, Table):
         rows = (value.columns, *value.rows())
@@ -325,5 +327,5 @@ def render_context(value: Any) -> str:
 
 def plain_prompt(question: str, value: Any) -> str:
     """Return the prompt of a plain model call, which contains both the context and the question."""
-    text = render_context(value) if value is not None else ""
+    text = context_as_text(value) if value is not None else ""
     return f"{text}\n\nQuestion: {question}" if text.strip() else question

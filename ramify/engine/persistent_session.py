@@ -70,7 +70,7 @@ class RecoverableSession:
         self._opening: asyncio.Task[Session] | None = None
         self._cell_history = CellHistory()
 
-    def take_over(self, previous: RecoverableSession) -> None:
+    def adopt_previous_session(self, previous: RecoverableSession) -> None:
         """Take over the session and the cell history of the conversation's previous question."""
         self._session, previous._session = previous._session, None
         opening, previous._opening = previous._opening, None
@@ -95,7 +95,7 @@ class RecoverableSession:
         self.run.ending.register_session(fork._session)
         return fork
 
-    def start_opening_session(self) -> None:
+    def open_in_background(self) -> None:
         """Start to open a session in the background, unless there is one.
 
         This is called before the first model request, so that the session is ready by the time the
@@ -107,7 +107,7 @@ class RecoverableSession:
     async def session(self) -> Session:
         """Return the current session, and open one first if there is none."""
         if self._session is None:
-            self.start_opening_session()
+            self.open_in_background()
             assert self._opening is not None
             # A cancelled wait must not cancel the opening: the session may still be used, and
             # ``close`` ends it.
@@ -193,7 +193,7 @@ class RecoverableSession:
             stdout_digest=digest,
         )
 
-    def replace_with_recorded(self, cell: Cell, recorded: Cell) -> Cell:
+    def prefer_recorded_result(self, cell: Cell, recorded: Cell) -> Cell:
         """Return the recorded result of a rerun cell, and note in the run if the new output
         differs.
 

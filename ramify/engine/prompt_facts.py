@@ -64,7 +64,7 @@ def facts_of(
         roles.setdefault(id(models.client_at_depth(depth + 1)), []).append("your children")
 
     def prompt_model(client: Client) -> PromptModelFacts:
-        own, known = roles.get(id(client), ()), models.facts(client)
+        own, known = roles.get(id(client), ()), models.model_description(client)
         is_plain = list(own) != ["you"]
         text, reasoning = reply_limits(client, depth + is_plain, is_plain)
         chars = _fitting_chars(known, text + reasoning, limit, context.bytes_per_char)

@@ -24,7 +24,7 @@ from ramify.errors import ConfigError, StrictKeywordsMeta
 from ramify.plugins import PluginRegistry
 from ramify.trained_policy_settings import (
     FILE,
-    PolicyTrainingSettings,
+    PolicyRolloutSettings,
     local_model_folder,
     read_policy_settings,
 )
@@ -234,7 +234,7 @@ class Scaffold(
             return prompt_text.first_message(question, facts or ContextFacts(), about)
         filled = {
             "{{question}}": question,
-            "{{chars}}": str(observation_messages.count_text_chars(context)),
+            "{{chars}}": str(observation_messages.count_context_chars(context)),
             "{{about}}": about,
         }
         return re.sub(
@@ -407,7 +407,7 @@ def trained_scaffold_name(model: object) -> str | None:
     return TINY.name if card.scaffold is None and card.is_from_scratch else card.scaffold
 
 
-def trained_policy_settings(model: object) -> PolicyTrainingSettings:
+def trained_policy_settings(model: object) -> PolicyRolloutSettings:
     """Return the settings from a trained policy's checkpoint folder: its scaffold and its limits.
 
     ``model`` is a model name, a client, or a list whose first entry answers the root call. The
@@ -419,6 +419,6 @@ def trained_policy_settings(model: object) -> PolicyTrainingSettings:
         model = model.name
     if isinstance(model, str):
         folder = local_model_folder(model)
-        return PolicyTrainingSettings() if folder is None else read_policy_settings(folder)
+        return PolicyRolloutSettings() if folder is None else read_policy_settings(folder)
     card = getattr(model, "card", None)
-    return card if isinstance(card, PolicyTrainingSettings) else PolicyTrainingSettings()
+    return card if isinstance(card, PolicyRolloutSettings) else PolicyRolloutSettings()

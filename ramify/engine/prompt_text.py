@@ -174,7 +174,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
         return next((model for model in self.models if role in model.roles), None)
 
 
-def to_prompt_examples(given: object) -> tuple[PromptExample, ...]:
+def parse_prompt_examples(given: object) -> tuple[PromptExample, ...]:
     """Convert the user's examples to ``PromptExample`` objects.
 
     Each one may be a pair, a dict or a ``PromptExample``. Raises ConfigError for an example without
@@ -441,7 +441,7 @@ def marker_replacements(facts: PromptFacts) -> dict[str, str]:
     """
     return {
         "task": _task_section(facts),
-        "example": fenced(inspection_example(facts)),
+        "example": repl_code_block(inspection_example(facts)),
         "notebook": _notebook_section(facts),
         "names": _names_section(facts),
         "children": _children_section(facts),
@@ -469,7 +469,7 @@ def _task_section(facts: PromptFacts) -> str:
     )
 
 
-def fenced(code: str) -> str:
+def repl_code_block(code: str) -> str:
     return f"```repl\n{code}\n```"
 
 
@@ -671,7 +671,7 @@ def _method_section(facts: PromptFacts) -> str:
     example = batch_example(facts)
     text += (
         f": cut the data into parts, ask about all parts at once, combine in code:\n\n"
-        f"{fenced(example)}\n\n"
+        f"{repl_code_block(example)}\n\n"
         if example
         else ". "
     )

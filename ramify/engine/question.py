@@ -25,10 +25,10 @@ from ramify.engine.answer_strategies import MODES, Mode, Strategy
 from ramify.engine.branch_search import BranchSearch
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.prompt_scaffold import Scaffold
-from ramify.engine.prompt_text import PromptExample, to_prompt_examples
+from ramify.engine.prompt_text import PromptExample, parse_prompt_examples
 from ramify.engine.run_pictures import PictureSource
 from ramify.engine.tool_set import optional_tool_names
-from ramify.engine.typed_answers import CITE_INSTRUCTION, AnswerSchema, answer_type, cited_type
+from ramify.engine.typed_answers import CITE_INSTRUCTION, AnswerSchema, cited_type, to_answer_schema
 from ramify.errors import ConfigError, StrictKeywordsMeta, did_you_mean
 from ramify.logging import calling_line, warn_at
 from ramify.nearest_name import nearest_name
@@ -203,7 +203,7 @@ def _check_kinds(options: RunOptions) -> None:
         value = getattr(options, name)
         if value is not None and not is_right(value):
             raise ConfigError(f"{name} is a {type(value).__name__}: give {needed}")
-    to_prompt_examples(options.examples)
+    parse_prompt_examples(options.examples)
     for name in ("cite", "cache", "retry_empty"):
         value = getattr(options, name)
         if not isinstance(value, bool):
@@ -311,7 +311,7 @@ class Question(msgspec.Struct, frozen=True):
     (``LoadedContext.recorded_sources``)."""
 
     @property
-    def has_required_tools(self) -> bool:
+    def has_mandatory_tools(self) -> bool:
         """True if the question comes with tools that are needed to answer it.
 
         A plain model call is then not enough, because only a session can offer tools.
@@ -320,7 +320,7 @@ class Question(msgspec.Struct, frozen=True):
             self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tool_names(self.tools)}
         )
 
-    def with_answer_options(self, options: RunOptions) -> Question:
+    def with_run_options(self, options: RunOptions) -> Question:
         """Return a copy of the question that is answered according to ``options``."""
         return msgspec.structs.replace(
             self,
@@ -339,7 +339,7 @@ class Question(msgspec.Struct, frozen=True):
         needs_session = (
             self.needs_session
             or has_tools
-            or self.has_required_tools
+            or self.has_mandatory_tools
             or self.on_session is not None
         )
         if self.direct == ALWAYS:
@@ -352,9 +352,9 @@ class Question(msgspec.Struct, frozen=True):
             return True
         if not self.direct or needs_session or scaffold.protocol != "notebook":
             return False
-        return self.context is None or observation_messages.count_text_chars(self.context) <= min(
-            scaffold.direct_chars, 2 * window
-        )
+        return self.context is None or observation_messages.count_context_chars(
+            self.context
+        ) <= min(scaffold.direct_chars, 2 * window)
 
 
 def to_session_value(prompt: Any) -> Any:
@@ -440,7 +440,7 @@ def make_question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Ques
     is_source = not isinstance(prompt, str) and isinstance(prompt, ContextWithTools)
     if is_source:
         instructions = getattr(prompt, "instructions", "")
-        examples = to_prompt_examples(getattr(prompt, "examples", ()))
+        examples = parse_prompt_examples(getattr(prompt, "examples", ()))
         before = tuple(getattr(prompt, "messages", ()))
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
         conduct = getattr(prompt, "conduct", None)
@@ -506,7 +506,7 @@ def make_question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Ques
     if cite:
         kind = cited_type(kind, context, source.places)
     elif kind is not None:
-        kind = answer_type(kind)
+        kind = to_answer_schema(kind)
     if cite and context is None:
         raise ConfigError("citations need a context to cite: give one, or ask without cite")
     return Question(
@@ -570,7 +570,7 @@ def leading_messages(system: str, before: Sequence[Message]) -> list[Message]:
 
 def _num_chars(context: Any) -> int:
     try:
-        return observation_messages.count_text_chars(context)
+        return observation_messages.count_context_chars(context)
     except RecursionError:
         raise ConfigError(
             "the context is nested too deeply or contains itself: flatten it"

@@ -111,7 +111,7 @@ class FinalAnswerText(msgspec.Struct, frozen=True):
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return self.text
 
-    def untyped_value(self) -> Any:
+    def inferred_value(self) -> Any:
         """Return the value of the answer's text for a question without an answer type.
 
         The text is read as JSON or as a Python literal, with two exceptions that stay text:

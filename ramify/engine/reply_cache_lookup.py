@@ -68,7 +68,7 @@ class ReusableReplies:
                 return reply
         return None
 
-    def keep(self, prompt_hash: str, model: str, request: Request, reply: Reply) -> None:
+    def add(self, prompt_hash: str, model: str, request: Request, reply: Reply) -> None:
         """Add a newly received reply to the cache, so that later requests can reuse it."""
         is_whole = reply.finish != "length" and reply.token_ids is None
         key = (
@@ -116,7 +116,7 @@ def _reply_offsets(path: Path) -> Iterator[tuple[str, JournalReplyOffset]]:
             if line.startswith(_READ) and _REDACTED not in line:
                 for key in replies.add(decode_line(line, run, number)):
                     yield key, JournalReplyOffset(run.id, offset, chain.crc)
-            chain.advance(line)
+            chain.advance_past_line(line)
             offset += len(line) + 1
 
 

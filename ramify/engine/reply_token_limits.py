@@ -54,7 +54,7 @@ class ReplyTokenLimits:
         """Return the sampling options for replies of the model behind ``client``."""
         found = self._of_client.get(id(client))
         if found is None:
-            found = self._models.sampling(client, self.sampling)
+            found = self._models.merged_sampling(client, self.sampling)
             self._of_client[id(client)] = found
         return found
 

@@ -23,7 +23,7 @@ from ramify.engine.question import Question, RunOptions, make_question
 from ramify.engine.resources import INSTRUCTIONS, RlmSetup, require_store
 from ramify.engine.run_result import Result, as_text
 from ramify.engine.tool_set import optional_tool_names
-from ramify.engine.typed_answers import Citation, CitedAnswer, TypeMismatch, answer_type
+from ramify.engine.typed_answers import Citation, CitedAnswer, TypeMismatch, to_answer_schema
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SharedContextValue
 from ramify.types.event import (
@@ -289,7 +289,7 @@ def recorded_result(store: RunStore, run: str, ended: RunEnded, kind: Any = None
     if trajectory.metadata.get("cite") and answer is not None:
         cited = msgspec.convert(answer, CitedAnswer[Any])
         answer, citations = cited.answer, cited.citations
-    check = None if kind is None else answer_type(kind)
+    check = None if kind is None else to_answer_schema(kind)
     if check is not None and answer is not None:
         try:
             answer = check.convert(answer)

@@ -24,15 +24,15 @@ from ramify.clients.model_config import Model, bare_name, check_aliases
 from ramify.clients.providers import import_client_modules
 from ramify.engine.answer_strategies import plan_tool, strategy_record
 from ramify.engine.branch_search import BranchSearch, parse_search
-from ramify.engine.branch_search import config_of as search_config
+from ramify.engine.branch_search import search_to_config as search_config
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.prompt_scaffold import Scaffold, scaffold_of
-from ramify.engine.prompt_text import PromptExample, to_prompt_examples
+from ramify.engine.prompt_text import PromptExample, parse_prompt_examples
 from ramify.engine.question import ModelSpec, Question, RunOptions
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, StrictKeywordsMeta, WeakSandboxWarning
 from ramify.logging import ComponentLogger
-from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox, warning_of
+from ramify.sandbox.base import Sandbox, SandboxSpec, isolation_warning, open_sandbox
 from ramify.sandbox.prewarm import prewarm_sandbox
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class ModelsByDepth:
                 return client
         return None
 
-    def facts(self, client: Client) -> RunModelDescription:
+    def model_description(self, client: Client) -> RunModelDescription:
         """Return the facts about a client's model that prompts may mention, such as its window."""
         bound = self._bound.get(id(client))
         vision = getattr(client, "vision", None) if bound is None else bound.vision
@@ -133,7 +133,7 @@ class ModelsByDepth:
         stated = "; if it does, say so: ramify.Model(…, vision=True), or vision = true in settings"
         return f"{client.name} reads no pictures: {remedy}{stated if is_able else ''}"
 
-    def sampling(self, client: Client, run: Sampling) -> Sampling:
+    def merged_sampling(self, client: Client, run: Sampling) -> Sampling:
         """Return the run's sampling options, overridden by the settings of the client's model."""
         bound = self._bound.get(id(client))
         return run if bound is None else bound.merge_sampling(run)
@@ -200,7 +200,7 @@ def as_models(spec: ModelSpec | Sequence[ModelSpec]) -> tuple[Model | Client, ..
 MakePool = Callable[[int], "RateLimitedClientPool"]
 
 
-def open_pool(max_in_flight: int) -> RateLimitedClientPool:
+def open_client_pool(max_in_flight: int) -> RateLimitedClientPool:
     """Open a client pool that limits the number of model requests in flight."""
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
 
@@ -247,7 +247,7 @@ class EventLoopResources:
             # It is needed soon. It reports its own isolation, so no separate test is needed.
             prewarm_sandbox(self._spec)
             self._sandbox = open_sandbox(self._spec)
-            if warning := warning_of(self._sandbox, self._spec):
+            if warning := isolation_warning(self._sandbox, self._spec):
                 _log.issue_python_warning(warning, WeakSandboxWarning, stacklevel=2)
         return self._sandbox
 
@@ -269,7 +269,7 @@ class RefCountedLoopResources:
     """Creates the shared resources of each event loop on first use, and closes them once unused."""
 
     def __init__(
-        self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = open_pool
+        self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = open_client_pool
     ) -> None:
         """Store how to create the resources that all runs on an event loop share.
 
@@ -423,7 +423,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         if options.instructions:
             changes["instructions"] = options.instructions
         if options.examples:
-            changes["examples"] = to_prompt_examples(options.examples)
+            changes["examples"] = parse_prompt_examples(options.examples)
         search = self.search if options.search is None else parse_search(options.search)
         special = {} if search is None else search_config(search)
         if options.strategy is not None:

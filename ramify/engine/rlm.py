@@ -34,7 +34,7 @@ from ramify.engine.branch_search import parse_search
 from ramify.engine.event_recorder import EventRecorder, as_listeners, tracing
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.prompt_scaffold import Scaffold, scaffold_of, trained_policy_settings
-from ramify.engine.prompt_text import to_prompt_examples
+from ramify.engine.prompt_text import parse_prompt_examples
 from ramify.engine.question import (
     ModelSpec,
     RlmKeywordOptions,
@@ -52,10 +52,10 @@ from ramify.engine.resources import (
     reply_cache,
     require_store,
 )
-from ramify.engine.run_result import Result, convert_blocked_error, raise_if_failed
+from ramify.engine.run_result import Result, raise_if_failed, suspend_if_loop_blocked
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.errors import ConfigError
-from ramify.sandbox.base import SandboxSpec, check_provider, provider_spec
+from ramify.sandbox.base import SandboxSpec, check_provider_exists, provider_spec
 
 # What only a run needs is imported when the first one starts: half of this module's import time
 # otherwise, and the first session is started meanwhile.
@@ -125,7 +125,7 @@ class RLM:
             raise ConfigError(f"branches is {branches}: {problem}")
         given = options.search if options.search is not None or branches == 1 else branches
         search = None if given is None else parse_search(given)
-        check_provider(given_spec)  # reports an unknown provider before any model is called
+        check_provider_exists(given_spec)  # reports an unknown provider before any model is called
         spec = provider_spec(given_spec)
         tool_set = ToolSet(tools)
         self.store = store
@@ -144,7 +144,7 @@ class RLM:
             search,
             tuple(depths),
             options.instructions,
-            to_prompt_examples(options.examples),
+            parse_prompt_examples(options.examples),
         )
         self._setup = msgspec.structs.replace(setup, config=setup.as_plain_data())
         self._options = msgspec.structs.replace(
@@ -288,7 +288,7 @@ class RLM:
 
         options = self._options.updated(options, changes)
         parsed = make_question(prompt, query, options.answer_type, options.cite)
-        resolved = parsed.with_answer_options(options)
+        resolved = parsed.with_run_options(options)
         setup = self._setup.for_run(options).with_question_instructions(resolved)
         cache = reply_cache(self.store, options.cache)  # first: it may raise, and holds no journal
         recorder = self._recorder(resolved.text, options)
@@ -326,7 +326,7 @@ class RLM:
         options = self._options.updated(options, changes)
         prompt = await read_if_file(prompt)
         parsed = make_question(prompt, query, options.answer_type, options.cite)
-        resolved = parsed.with_answer_options(options)
+        resolved = parsed.with_run_options(options)
         return await preview(
             self._setup.for_run(options).with_question_instructions(resolved), resolved, depth
         )
@@ -442,7 +442,7 @@ class RLM:
                 raise ConfigError(f"run {started.id} has ended ({recording.ended.stop}): {remedy}")
             recording.continue_past_limit()
         else:
-            recording.continue_past_interruption()
+            recording.discard_unanswered_request()
         changed = rerun.check_settings_match_recording(started, setup, options)
         recording.has_other_limits = True
         listeners = (*as_listeners(options.on_event), *tracing())
@@ -451,7 +451,7 @@ class RLM:
             started.id,
             journal,
             listeners,
-            held=recording.must_not_append,
+            held=recording.is_event_suppressed,
             since_s=recording.last_s,
             on_close=journal.close,
         )
@@ -636,7 +636,7 @@ class RLM:
     def _in_thread(
         self, work: Coroutine[Any, Any, Result], again: Callable[[str], Result] | None = None
     ) -> Result:
-        with convert_blocked_error(again or self.resume):
+        with suspend_if_loop_blocked(again or self.resume):
             return self._loop.run(work)
 
     def _resume_function(

@@ -124,7 +124,7 @@ class RlmCall:
         self.scaffold = run.setup.scaffold_at(call.depth)
         self.notebook = RecoverableSession(run, call)
         if previous is not None:
-            self.notebook.take_over(previous.notebook)
+            self.notebook.adopt_previous_session(previous.notebook)
         self._state = MutableCallState()
         self._closed_by: Stop | None = None  # at which the last cell runs, which makes no calls
         self._is_root = call.parent is None
@@ -150,7 +150,7 @@ class RlmCall:
         self._state.kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
         self._state.pending = [*self._before_question(before), Message("user", text)]
-        self.notebook.start_opening_session()
+        self.notebook.open_in_background()
 
     async def run_child(self, call: LiveCall) -> CallOutcome:
         """Run a child call from start to end in its own new session, and return the outcome."""
@@ -160,7 +160,7 @@ class RlmCall:
         child = RlmCall(run, call)
         try:
             try:
-                outcome = await child.answer(run.first_message(call))
+                outcome = await child.answer(run.first_message_of(call))
             finally:
                 await child.close()
         except (ModelError, SandboxError, LimitReached) as error:
@@ -441,9 +441,9 @@ class RlmCall:
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
         cell = self.notebook.truncate_cell_output(ran, note)
-        notes += observation_messages.recovered_value_notes(note, cell.error is not None)
+        notes += observation_messages.saved_value_notes(note, cell.error is not None)
         if recorded is not None:
-            cell = self.notebook.replace_with_recorded(cell, recorded)
+            cell = self.notebook.prefer_recorded_result(cell, recorded)
         run.recorder.emit(
             CellRan(
                 at_s=run.recorder.elapsed_s(), call=self.call.id, turn=turn, cell=index, result=cell
@@ -477,7 +477,7 @@ class RlmCall:
                     form = "FINAL_VAR" if final.variable else "FINAL"
                     self._refuse(f"{form}({name}): {error}", notes)
                     return _NOTHING
-        return self._state.kind.literal_value(name) if self._state.kind else final.untyped_value()
+        return self._state.kind.literal_value(name) if self._state.kind else final.inferred_value()
 
     def _refuse(self, why: str, notes: list[str]) -> None:
         """Reject an answer: add a note for the model and record the rejection in the run."""

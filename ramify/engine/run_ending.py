@@ -126,7 +126,7 @@ class RunStopper:
         self._sessions.discard(session)
 
     @contextlib.asynccontextmanager
-    async def cancel_on_closing(self) -> AsyncIterator[None]:
+    async def cancel_when_run_ends(self) -> AsyncIterator[None]:
         """In an ``async with`` block, raise LimitReached as soon as the run ends early.
 
         It sets no timer, because thousands of tasks may wait in this way.
@@ -146,7 +146,7 @@ class RunStopper:
             self._in_flight.discard(task)
 
     @contextlib.asynccontextmanager
-    async def cancel_at_deadline(self) -> AsyncIterator[None]:
+    async def deadline_scope(self) -> AsyncIterator[None]:
         """Limit an ``async with`` block to the run's deadline, at which LimitReached is raised.
 
         The final request is then cancelled.
@@ -185,7 +185,7 @@ class RunStopper:
         await asyncio.Future()
         raise AssertionError
 
-    def cancel_overdue(self, error: RamifyError | None = None) -> None:
+    def cancel_overdue_run(self, error: RamifyError | None = None) -> None:
         """Cancel a run that has not ended by its deadline.
 
         ``error`` is given if the event loop was blocked. Otherwise, a new error says what the run

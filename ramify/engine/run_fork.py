@@ -141,7 +141,7 @@ class ForkPoint:
         self._recorded_cost = sum(costs) if costs else None
 
     @property
-    def added_messages(self) -> tuple[Message, ...]:
+    def turn_messages(self) -> tuple[Message, ...]:
         """The messages that the recorded turn's request added to the conversation."""
         return self._recorded[self.turn][0].prompt
 
@@ -157,7 +157,7 @@ class ForkPoint:
             raise ConfigError(
                 f"{whose} is a plain call, which runs no code: give an edited prompt instead"
             )
-        most = len(self.added_messages)
+        most = len(self.turn_messages)
         if len(texts) > most:
             raise ConfigError(
                 f"turn {self.turn + 1} of {whose} adds {most} messages to its prompt, and "
@@ -199,10 +199,8 @@ class ForkPoint:
         tokens = None
         if self._edited != "code":
             _, recorded, reply = self._recorded[self.turn]
-            edited = self.recording.apply_message_edits(
-                self.call.id, self.turn, self.added_messages
-            )
-            messages = (*recorded[: len(recorded) - len(self.added_messages)], *edited)
+            edited = self.recording.apply_message_edits(self.call.id, self.turn, self.turn_messages)
+            messages = (*recorded[: len(recorded) - len(self.turn_messages)], *edited)
             chars, before = _num_chars(messages), _num_chars(recorded)
             counted = reply.reply.usage.input_tokens
             tokens = chars // 4 if not counted else -(-counted * chars // max(1, before))

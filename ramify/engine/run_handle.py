@@ -57,7 +57,7 @@ from ramify.logging import (
     calling_line,
     run_log_context,
     take_held_warnings,
-    warnings_at,
+    warnings_at_line,
 )
 from ramify.sandbox.base import SharedContextValue, is_file_backed
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
@@ -115,7 +115,7 @@ class RunHandle:
         self._on_blocked = event_loop_thread.on_blocked.get()
         with (
             run_log_context(self.id, self._warn),
-            warnings_at(calling_line()),
+            warnings_at_line(calling_line()),
         ):  # the task inherits both
             self._task = asyncio.get_running_loop().create_task(self._drive())
 
@@ -148,7 +148,7 @@ class RunHandle:
 
         Errors of the run are raised only by ``result``.
         """
-        async for event in self.recorder.upcoming_events():
+        async for event in self.recorder.follow_events():
             yield event
 
     def wrap_up(self) -> None:
@@ -220,7 +220,10 @@ class RunHandle:
                 )
                 limits = self._setup.limits
                 watch = RunStallWatch(
-                    limits.max_seconds, limits.stall_s, self._end_blocked, run.ending.cancel_overdue
+                    limits.max_seconds,
+                    limits.stall_s,
+                    self._end_blocked,
+                    run.ending.cancel_overdue_run,
                 )
                 if self._question.pictures:
                     await asyncio.to_thread(run.pictures.store_all)
@@ -301,7 +304,7 @@ class RunHandle:
         ending.start()
         ending.join(_CLOSE_S)
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._task.get_loop().call_soon_threadsafe(run.ending.cancel_overdue, error)
+            self._task.get_loop().call_soon_threadsafe(run.ending.cancel_overdue_run, error)
         if (release := self._on_blocked) is not None:
             release(error)
         else:
@@ -338,7 +341,7 @@ class RunHandle:
                 store_context(blobs, context)
             return context
 
-        large = observation_messages.count_text_chars(value) > 1 << 20
+        large = observation_messages.count_context_chars(value) > 1 << 20
         if large and self._question.strategy is None and self._question.direct != ALWAYS:
             resources.prestart_sandbox()
         context = await asyncio.to_thread(prepare) if large else prepare()
@@ -393,7 +396,7 @@ class RunHandle:
             return failed_outcome(error, self.recorder.is_stored)
         finally:
             if run is not None:
-                run.release_resources()
+                run.release_loop_resources()
             if self._conversation is None or self._earlier is not None:
                 self.recorder.close()
         return outcome
@@ -422,7 +425,7 @@ class RunHandle:
         calls = [call for call in roots if not chosen or call.id == chosen]
         if calls and calls[-1].stop == outcome.stop:
             return calls[-1].reason
-        return run.stop_explanation(outcome, 0) if run else outcome.error or ""
+        return run.explain_call_stop(outcome, 0) if run else outcome.error or ""
 
     def _result(self, outcome: CallOutcome, run: SharedRunState) -> Result:
         answer, citations = outcome.answer, ()

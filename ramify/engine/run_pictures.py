@@ -130,7 +130,7 @@ class RunPictures:
             raise HostCallError("ValueError", f"{at}: {why}")
         return pictures
 
-    def find_in_context(self, value: Any) -> tuple[Picture, ...]:
+    def context_pictures(self, value: Any) -> tuple[Picture, ...]:
         """Return all pictures in a context, in order to attach them to a plain model call.
 
         Raises HostCallError if they do not fit into one request.

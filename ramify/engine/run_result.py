@@ -128,7 +128,7 @@ def raise_if_failed(result: Result, resume: Callable[[str], Result]) -> Result:
 
 
 @contextlib.contextmanager
-def convert_blocked_error(resume: Callable[[str], Result]) -> Iterator[None]:
+def suspend_if_loop_blocked(resume: Callable[[str], Result]) -> Iterator[None]:
     """Turn EventLoopBlockedError in a ``with`` block into RunSuspendedError, so that the run can be
     resumed.
 

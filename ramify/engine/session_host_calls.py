@@ -26,13 +26,13 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafModelCaller
 from ramify.engine.limits import BudgetAmount
 from ramify.engine.live_call import LiveCall
-from ramify.engine.observation_messages import count_text_chars, plain_prompt
+from ramify.engine.observation_messages import count_context_chars, plain_prompt
 from ramify.engine.prompt_text import CHARS_PER_TOKEN
 from ramify.engine.question import Question
 from ramify.engine.recorded_plain_call import ask_plain
 from ramify.engine.replayed_plain_call import repeat_plain
 from ramify.engine.shared_run_state import SharedRunState
-from ramify.engine.typed_answers import AnswerSchema, answer_type
+from ramify.engine.typed_answers import AnswerSchema, to_answer_schema
 from ramify.errors import (
     ConfigError,
     EventLoopBlockedError,
@@ -219,8 +219,9 @@ class CellHostCallHandler:
             return ""
         most = CHARS_PER_TOKEN * (window - min(window // 2, run.requests.sampling.max_tokens))
         return (
-            f"the prompt has {len(prompt):,} characters, and {run.models.facts(call.client).alias} "
-            f"reads about {most:,} at once; cut it into parts"
+            f"the prompt has {len(prompt):,} characters, and "
+            f"{run.models.model_description(call.client).alias} reads about {most:,} at once; "
+            "cut it into parts"
         )
 
     # --- children ---------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ class CellHostCallHandler:
         """
         value = None if call.context is None else call.context.value
         max_chars = 3 * (call.client.window - self._run.requests.sampling.max_tokens)
-        num_chars = count_text_chars(value)
+        num_chars = count_context_chars(value)
         # A file-backed text may be larger than memory.
         prompt = plain_prompt(call.question, value) if num_chars <= max_chars else ""
         if (num_chars := max(num_chars, len(prompt))) > max_chars:
@@ -313,7 +314,7 @@ class CellHostCallHandler:
         run = self._run
         if call.context is None or not run.pictures.has_any:
             return ()
-        pictures = run.pictures.find_in_context(call.context.value)
+        pictures = run.pictures.context_pictures(call.context.value)
         if pictures and run.models.can_read_pictures(call.client) is False:
             raise HostCallError("ValueError", run.models.pictures_unsupported_message(call.client))
         return pictures
@@ -386,7 +387,7 @@ class CellHostCallHandler:
             "answer": outcome.answer,
             "note": outcome.error or "",
             "has_asked": calls.has_begun,
-            "is_parts": strategy.gives_parts,
+            "is_parts": strategy.is_parts_list,
         }
 
     def _rest_for(self, call: LiveCall) -> BudgetAmount:
@@ -711,7 +712,7 @@ def _schema_check(schema: Any) -> AnswerSchema:
             f"schema must be a dict (a JSON schema) or None, not {type(schema).__name__}",
         )
     try:
-        kind = answer_type(schema, trusted=False)
+        kind = to_answer_schema(schema, trusted=False)
         msgspec.json.encode(schema)  # as the request will encode it
     except ConfigError as error:
         raise HostCallError("ValueError", str(error)) from error

@@ -115,7 +115,7 @@ class SharedRunState:
         )
         self.ending.schedule_early_end()
 
-    def release_resources(self) -> None:
+    def release_loop_resources(self) -> None:
         """Release the resources that the finished run holds on its event loop."""
         self.ending.cancel_timer()
         if self._arriving is not None:
@@ -230,13 +230,13 @@ class SharedRunState:
                 stop=Stop.SUSPENDED if is_suspended else outcome.stop,
                 answer=to_jsonable(outcome.answer),
                 error=outcome.error,
-                reason=self.stop_explanation(
+                reason=self.explain_call_stop(
                     outcome, call.num_turns_before + call.turn, call.depth
                 ),
             )
         )
 
-    def stop_explanation(self, outcome: CallOutcome, num_turns: int, depth: int = 0) -> str:
+    def explain_call_stop(self, outcome: CallOutcome, num_turns: int, depth: int = 0) -> str:
         """Explain in one sentence why a call ended, quoting the numbers of any limit that it
         reached.
 
@@ -299,7 +299,7 @@ class SharedRunState:
     def note(self, call: LiveCall, text: str) -> None:
         self.recorder.note(call.id, text)
 
-    def first_message(self, call: LiveCall, about: str = "", *, is_next: bool = False) -> str:
+    def first_message_of(self, call: LiveCall, about: str = "", *, is_next: bool = False) -> str:
         """Return the first message of ``call``, which presents its question and its context.
 
         ``is_next`` is True if the call continues a conversation after an earlier question.

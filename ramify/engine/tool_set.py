@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ramify.engine import observation_messages
-from ramify.engine.event_loop_thread import run_in_thread
+from ramify.engine.event_loop_thread import run_in_daemon_thread
 from ramify.errors import ConfigError, HostCallError, did_you_mean
 
 Tools = Mapping[str, Any] | Sequence[Callable[..., Any]]
@@ -270,7 +270,7 @@ async def _execute_tool(
         except BaseException as error:  # noqa: BLE001 -- shown to the model, whatever it is
             return None, error
 
-    result, error = run() if inspect.iscoroutinefunction(tool) else await run_in_thread(run)
+    result, error = run() if inspect.iscoroutinefunction(tool) else await run_in_daemon_thread(run)
     if not inspect.isawaitable(result):
         return result, error
     task = asyncio.current_task()

@@ -122,7 +122,7 @@ class AnswerSchema(msgspec.Struct, frozen=True):
         return f"{self.instruction()} Reply with the JSON value alone."
 
 
-def answer_type(kind: Any, *, trusted: bool = True) -> AnswerSchema:
+def to_answer_schema(kind: Any, *, trusted: bool = True) -> AnswerSchema:
     """Return the answer type for ``kind``, which is a Python type or a JSON schema.
 
     Raises ConfigError if it is neither, or if an untrusted schema exceeds the limits of
@@ -314,8 +314,8 @@ def cited_type(
     """
     import copy
 
-    inner = None if kind is None else answer_type(kind)
-    outer = answer_type(CitedAnswer[Any])
+    inner = None if kind is None else to_answer_schema(kind)
+    outer = to_answer_schema(CitedAnswer[Any])
     schema = copy.deepcopy(outer.schema)
     del schema["$defs"]["Citation"]["properties"]["place"]
     if inner is not None:

@@ -20,7 +20,7 @@ from ramify.engine.event_recorder import EventRecorder, as_listeners, tracing
 from ramify.engine.question import RunKeywordOptions, RunOptions, make_question, to_session_value
 from ramify.engine.resources import RefCountedLoopResources, RlmSetup, reply_cache
 from ramify.engine.run_handle import RunHandle
-from ramify.engine.run_result import Result, convert_blocked_error, raise_if_failed
+from ramify.engine.run_result import Result, raise_if_failed, suspend_if_loop_blocked
 from ramify.engine.ways_to_answer import UserConversationState
 from ramify.errors import ConfigError
 from ramify.types.trajectory import Trajectory
@@ -73,7 +73,7 @@ class UserConversation:
         This method blocks; ``aask`` is the async version. The options and errors are those of
         ``RLM.completion``.
         """
-        with convert_blocked_error(self._resume):
+        with suspend_if_loop_blocked(self._resume):
             return event_loop_thread.run(self.aask(query, options, **changes))
 
     async def aask(

@@ -312,7 +312,7 @@ async def _answer_by_plain_call(
 ) -> CallOutcome:
     call = LiveCall("0", "lm", run.models.client_at_depth(0), 0, question.text, context=context)
     try:
-        pictures = run.pictures.find_in_context(question.context) if question.pictures else ()
+        pictures = run.pictures.context_pictures(question.context) if question.pictures else ()
     except HostCallError as error:
         raise ConfigError(f"{error}: load the pictures again") from None
     before, prompt = direct_prompt(
@@ -358,7 +358,7 @@ async def _answer_in_session(
     root = RlmCall(run, call, previous)
     search = run.setup.search
     branched = BranchedCall(root, search) if search is not None else None
-    message = run.first_message(call, question.about, is_next=previous is not None)
+    message = run.first_message_of(call, question.about, is_next=previous is not None)
     if previous is not None and (added := _new_instructions(run.setup, previous.run.setup)):
         message = f"{message}\n\n{added}"
     if conversation is not None:

@@ -6,7 +6,7 @@
     >>> print(evaluate.table(evaluate.report(done)))
 
     run           EvaluationPlan evaluate Evaluation AttemptOutcome
-    figures       report table difference EvaluationReport ItemKindStatistics AttemptTotals
+    figures       report table difference EvaluationReport ItemKindScores AttemptTotals
     statistics    pass_at_k majority_at_k mean_with_interval paired_difference MeanEstimate
     rewards       RewardModel (behind HTTP)
     for others    text_env TaskEnv (SkyRL-gym, Gymnasium), taskset harness (verifiers)

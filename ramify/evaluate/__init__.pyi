@@ -4,7 +4,7 @@ from ramify.agents.agent_result import AgentRun as AgentRun
 from ramify.agents.agent_task import ExternalAgentTask as ExternalAgentTask
 from ramify.evaluate.evaluation_report import AttemptTotals as AttemptTotals
 from ramify.evaluate.evaluation_report import EvaluationReport as EvaluationReport
-from ramify.evaluate.evaluation_report import ItemKindStatistics as ItemKindStatistics
+from ramify.evaluate.evaluation_report import ItemKindScores as ItemKindScores
 from ramify.evaluate.evaluation_report import difference as difference
 from ramify.evaluate.evaluation_report import report as report
 from ramify.evaluate.evaluation_report import table as table

@@ -156,7 +156,7 @@ class AgentModelServer:
         return f"{self._http.url}/seats/{seat}/v1" if seat else f"{self._http.url}/v1"
 
     @contextmanager
-    def register_model_access(self) -> Iterator[dict[str, AgentModelAccess]]:
+    def access_registry(self) -> Iterator[dict[str, AgentModelAccess]]:
         """Yield a dict in which a run registers the access (seat) of each of its agents to a model.
 
         Each seat gives one agent access to a model. When the ``with`` block ends, the endpoint no

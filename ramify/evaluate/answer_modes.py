@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Price
-from ramify.engine.observation_messages import count_text_chars
+from ramify.engine.observation_messages import count_context_chars
 from ramify.engine.question import ALWAYS
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, did_you_mean
@@ -34,7 +34,7 @@ _PROMPT_TOKENS = 200
 """Tokens that a plain call adds to the question and the context."""
 
 
-class PlainCallModelSpec(msgspec.Struct, frozen=True):
+class PlainCallModelLimits(msgspec.Struct, frozen=True):
     """The context window, reply limit and price of a model in a plain call."""
 
     window: int
@@ -66,7 +66,7 @@ class PlainCallModelSpec(msgspec.Struct, frozen=True):
         return (read + self.reply * self.price.output) / 1e6
 
 
-async def root_model_capacity(rlm: RLM) -> PlainCallModelSpec:
+async def root_model_spec(rlm: RLM) -> PlainCallModelLimits:
     """Return the context window, reply limit and price of the root call's model.
 
     The model is not called.
@@ -74,7 +74,7 @@ async def root_model_capacity(rlm: RLM) -> PlainCallModelSpec:
     async with rlm.direct_calls(rlm.limits) as calls:
         window = calls.client.window
         # A reply limit as long as a small window would leave no room for a prompt.
-        return PlainCallModelSpec(
+        return PlainCallModelLimits(
             window, min(calls.max_reply_tokens, window // 4), calls.client.price
         )
 
@@ -84,11 +84,11 @@ async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> T
 
     If the item does not fit the model's window, the model is not called.
     """
-    room = await root_model_capacity(rlm)
+    room = await root_model_spec(rlm)
 
     def unfit(start: RolloutInitialState) -> str:
         chars = len(item.question) + (
-            0 if start.context is None else count_text_chars(start.context)
+            0 if start.context is None else count_context_chars(start.context)
         )
         return "" if room.fits(-(-chars // CHARS_PER_TOKEN)) else DOES_NOT_FIT
 

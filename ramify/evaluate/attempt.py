@@ -30,7 +30,7 @@ from ramify.clients.base import Sampling
 from ramify.clients.model_config import Model
 from ramify.engine.answer_strategies import Mode
 from ramify.engine.branch_search import BranchSearch
-from ramify.engine.event_loop_thread import run_in_thread
+from ramify.engine.event_loop_thread import run_in_daemon_thread
 from ramify.engine.limits import Limits
 from ramify.engine.question import DirectChoice
 from ramify.engine.rlm import RLM
@@ -50,7 +50,7 @@ from ramify.tasks.base import Item, RolloutInitialState, Task
 from ramify.tasks.batch_scoring import score_batch_with_timeout
 from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.types.event import score_events
-from ramify.types.fork_segment import path_trajectory, root_segment
+from ramify.types.fork_segment import first_segment, path_trajectory
 from ramify.types.trajectory import Call, Stop, Trajectory
 
 _log = ComponentLogger("evaluate")
@@ -154,7 +154,7 @@ async def attempt(
     trajectory.id, trajectory.task = name or trajectory.id, item.id
     try:
         if start.on_end is not None:
-            end = functools.partial(run_in_thread, start.on_end, trajectory.answer)
+            end = functools.partial(run_in_daemon_thread, start.on_end, trajectory.answer)
             trajectory.metadata = {
                 **trajectory.metadata,
                 **await _in_time(end, task, item, "on_end", grace_s),
@@ -189,7 +189,7 @@ async def _score(
     """
     lines = _scored_paths(trajectory, every_line)
     for line in lines:
-        await run_in_thread(score_with_timeout, task, item, line.trajectory, grace_s)
+        await run_in_daemon_thread(score_with_timeout, task, item, line.trajectory, grace_s)
     _merge_lines(trajectory, lines)
 
 
@@ -219,7 +219,7 @@ async def score_attempts(
     ]
     if not rollouts:
         return
-    problems = iter(await run_in_thread(score_batch_with_timeout, task, rollouts, grace_s))
+    problems = iter(await run_in_daemon_thread(score_batch_with_timeout, task, rollouts, grace_s))
     for each, own in zip(attempts, lines, strict=True):
         each.trajectory.awaits_score = False
         failed = [problem for _ in own if (problem := next(problems)) is not None]
@@ -256,7 +256,7 @@ def _scored_paths(trajectory: Trajectory, every_line: bool) -> list[_Line]:
     If the attempt has forked and ``every_line`` is true, there is one path for each end. Otherwise,
     the whole trajectory is the only path.
     """
-    ends = list(root_segment(trajectory).path_ends()) if every_line and trajectory.calls else []
+    ends = list(first_segment(trajectory).path_ends()) if every_line and trajectory.calls else []
     if len(ends) < 2:
         return [_Line(None, 1.0, trajectory)]
     return [_Line(end, share, path_trajectory(trajectory, end)) for end, share in ends]
@@ -340,14 +340,18 @@ async def check_task_start(task: Task, item: Item, grace_s: float = GRACE_S) -> 
     start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     if start.on_end is not None:
         await _in_time(
-            functools.partial(run_in_thread, start.on_end, None), task, item, "on_end", grace_s
+            functools.partial(run_in_daemon_thread, start.on_end, None),
+            task,
+            item,
+            "on_end",
+            grace_s,
         )
 
 
 RootKind = Literal["session", "plain call", "conversations"]
 
 
-async def attempt_start_kind(
+async def choose_root_kind(
     rlm: RLM, task: Task, item: Item, *, direct: bool = False, grace_s: float = GRACE_S
 ) -> RootKind:
     """Return how an attempt starts: in a session, as a plain call, or in the task's own code.
@@ -364,7 +368,7 @@ async def attempt_start_kind(
             return "plain call" if is_plain else "session"
         finally:
             if start.on_end is not None:
-                end = functools.partial(run_in_thread, start.on_end, None)
+                end = functools.partial(run_in_daemon_thread, start.on_end, None)
                 await _in_time(end, task, item, "on_end", grace_s)
     except RamifyError:
         return "session"

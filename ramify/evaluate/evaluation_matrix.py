@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, StoreError, UnknownRun
-from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, PlainCallModelSpec, mode_function
+from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, PlainCallModelLimits, mode_function
 from ramify.evaluate.run_evaluation import (
     EvaluationFileWriter,
     EvaluationPlan,
@@ -143,7 +143,7 @@ class EvalMatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return any(cell.system for cell in self.cells)
 
     @property
-    def first_plan(self) -> EvaluationPlan:
+    def first_cell_plan(self) -> EvaluationPlan:
         """The evaluation plan of the matrix's first cell.
 
         All cells have the same split, number of items and number of attempts.
@@ -317,7 +317,7 @@ class EvalMatrixEstimate(msgspec.Struct, frozen=True):
 
 def estimate_remaining_cost(
     plan: EvalMatrixPlan,
-    rooms: Mapping[str, PlainCallModelSpec],
+    rooms: Mapping[str, PlainCallModelLimits],
     limit: float | None,
     left: Mapping[str, int],
 ) -> EvalMatrixEstimate:

@@ -37,7 +37,7 @@ RIGHT = 1 - 1e-9
 ALL = "all"
 
 
-class ItemKindStatistics(msgspec.Struct, frozen=True):
+class ItemKindScores(msgspec.Struct, frozen=True):
     """The scores of an evaluation on one kind of task item, or on all items.
 
     Example:
@@ -82,7 +82,7 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     failed: int
     """Number of attempts without a reward."""
     first_error: str
-    rows: tuple[ItemKindStatistics, ...]
+    rows: tuple[ItemKindScores, ...]
     """Scores of all items, then of each kind of item."""
     rewards: dict[str, float]
     """Reward name -> mean over scored attempts."""
@@ -201,7 +201,7 @@ def _by_item(outcomes: Iterable[AttemptOutcome]) -> dict[str, list[AttemptOutcom
     return attempts
 
 
-def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> ItemKindStatistics:
+def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> ItemKindScores:
     items = _by_item(outcomes)
     enough = [attempts for attempts in items.values() if len(attempts) >= k]
 
@@ -211,7 +211,7 @@ def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> It
         values = [of(attempts) for attempts in among]
         return score_with_interval(values, seed) if values else None
 
-    return ItemKindStatistics(
+    return ItemKindScores(
         kind,
         len({outcome.item for outcome in outcomes}),
         figure(_mean_reward, items.values()),

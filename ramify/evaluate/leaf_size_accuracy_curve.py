@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, PlainCallModelSpec
+from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, PlainCallModelLimits
 from ramify.evaluate.evaluation_matrix import EvalMatrixCell, EvalMatrixPlan
 from ramify.evaluate.evaluation_report import align_columns
 from ramify.evaluate.matrix_report import is_right
@@ -38,18 +38,18 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 52, 44, 28
 
 
-def calibration_sizes(room: PlainCallModelSpec) -> list[int]:
+def calibration_sizes(room: PlainCallModelLimits) -> list[int]:
     """Return the call sizes that a calibration measures by default.
 
     The smallest size is doubled until the result would no longer fit into the model's window.
     """
     sizes = [FIRST_SIZE]
-    while room.fits(to_text_tokens(2 * sizes[-1])):
+    while room.fits(to_suite_tokens(2 * sizes[-1])):
         sizes.append(2 * sizes[-1])
     return sizes
 
 
-def to_text_tokens(size: int) -> int:
+def to_suite_tokens(size: int) -> int:
     """Convert the size of a model call to the unit of a task suite's ``tokens`` option.
 
     Call sizes count a token as three bytes, and the option counts it as four characters.
@@ -65,7 +65,7 @@ def call_size_of_cell(cell: EvalMatrixCell) -> int:
     return -(-(cell.context_tokens or 0) * CHARS_PER_TOKEN // BYTES_PER_TOKEN)
 
 
-def estimate_calibration_cost(plan: EvalMatrixPlan, room: PlainCallModelSpec) -> float | None:
+def estimate_calibration_cost(plan: EvalMatrixPlan, room: PlainCallModelLimits) -> float | None:
     """Estimate the cost of a calibration in dollars, assuming English texts and short replies.
 
     Return None if the model has no known price.
@@ -91,7 +91,7 @@ def is_calibration(plan: EvalMatrixPlan) -> bool:
     )
 
 
-def date_of(plan: EvalMatrixPlan) -> str:
+def evaluation_date(plan: EvalMatrixPlan) -> str:
     """Return the date on which the evaluations began, read from their common id."""
     return f"{plan.id[:4]}-{plan.id[4:6]}-{plan.id[6:8]}"
 

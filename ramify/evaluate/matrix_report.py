@@ -109,7 +109,7 @@ Outcomes = Mapping[str, Sequence[AttemptOutcome]]
 """Id of a cell's evaluation -> its outcomes so far."""
 
 
-def matrix_report(
+def compute_matrix_report(
     plan: EvalMatrixPlan, outcomes: Outcomes, *, k: int | None = None, seed: int = 0
 ) -> EvalMatrixReport:
     """Compute the report of an evaluation matrix: the scores and costs of each table row.
@@ -117,8 +117,8 @@ def matrix_report(
     ``k`` is the number of attempts for pass@k, by default all of them. ``seed`` is the bootstrap
     seed.
     """
-    k = plan.first_plan.attempts if k is None else k
-    check_k(k, plan.first_plan.attempts)
+    k = plan.first_cell_plan.attempts if k is None else k
+    check_k(k, plan.first_cell_plan.attempts)
     groups = list(_groups(plan, outcomes))
     axes = [
         axis
@@ -303,7 +303,7 @@ def failure_reason(outcome: AttemptOutcome) -> str:
 
 def matrix_table(report: EvalMatrixReport) -> str:
     """Format a matrix report as a text table, below a line with the values that all rows share."""
-    plan, rows = report.plan.first_plan, report.rows
+    plan, rows = report.plan.first_cell_plan, report.rows
     values = {axis: [row.place.get(axis, "") for row in rows] for axis in AXES}
     varied = [axis for axis in AXES if len({*values[axis]}) > 1]
     common = [values[axis][0] for axis in AXES if axis not in varied and values[axis][0]]

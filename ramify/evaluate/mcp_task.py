@@ -20,7 +20,7 @@ from typing import Any, Literal
 from ramify.engine.mcp_tools import McpTools, redacted_server, require_mcp_sdk
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, RolloutInitialState, Score, Task
-from ramify.tasks.batch_scoring import batch_scores, is_scored_by_step
+from ramify.tasks.batch_scoring import batch_scores, is_batch_scored
 from ramify.types.trajectory import Trajectory
 
 _LIFETIMES = ("rollout", "process")
@@ -95,7 +95,7 @@ class TaskWithMcpTools:
         return self._task.score(item, trajectory)
 
     def is_scored_by_step(self, item: Item) -> bool:
-        return is_scored_by_step(self._task, item)
+        return is_batch_scored(self._task, item)
 
     def score_step(
         self, rollouts: Sequence[tuple[Item, Trajectory]]

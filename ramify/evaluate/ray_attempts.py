@@ -211,7 +211,7 @@ class RayAttemptRunner:
     async def __aenter__(self) -> RayAttemptRunner:
         ray = import_ray()
         if not ray.is_initialized():
-            await asyncio.to_thread(self._cluster.join)
+            await asyncio.to_thread(self._cluster.join_or_start)
             self._is_joined = True
         try:
             await asyncio.to_thread(check_node_versions, __version__)

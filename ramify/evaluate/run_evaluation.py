@@ -191,10 +191,10 @@ async def evaluate(
     job = EvaluationSetup(
         plan, task, record, RlmAttemptRunner(rlm, sampling, mode), on_outcome, budget
     )
-    return (await evaluate_all([job], concurrency=concurrency))[0]
+    return (await run_evaluations([job], concurrency=concurrency))[0]
 
 
-async def evaluate_all(
+async def run_evaluations(
     jobs: Sequence[EvaluationSetup], *, concurrency: int = 16
 ) -> tuple[EvaluationResult, ...]:
     """Run several evaluations together, with up to ``concurrency`` attempts at once, and return

@@ -183,7 +183,7 @@ def _task_and_item(data: Any) -> tuple[Task, Item]:
 def _prompt(item: Item) -> str:
     if (
         item.context is not None
-        and observation_messages.count_text_chars(item.context) > MAX_PROMPT_CHARS
+        and observation_messages.count_context_chars(item.context) > MAX_PROMPT_CHARS
     ):
         return item.question
     return observation_messages.plain_prompt(item.question, item.context)

@@ -99,10 +99,10 @@ def verifiers_task(
     runner = VerifiersEpisodeRunner(taskset, env, dict(config or {}), harness, runtime, judge, name)
     splits = {
         split: VerifiersSplit(runner, split, kept)
-        for split, kept in runner.split_positions().items()
+        for split, kept in runner.split_positions_in_block().items()
     }
     return DatasetTask(
-        runner.name, splits, TrajectoryRewardFunction(runner.score), begin=runner.prepare
+        runner.name, splits, TrajectoryRewardFunction(runner.score), begin=runner.prepare_rollout
     )
 
 
@@ -183,7 +183,7 @@ class VerifiersEpisodeRunner:
         if not self.period:
             raise ConfigError(f"taskset '{self.name}' has no tasks")
 
-    def split_positions(self) -> dict[str, Sequence[int]]:
+    def split_positions_in_block(self) -> dict[str, Sequence[int]]:
         """Return which positions in each block of ``verifiers`` tasks belong to each split.
 
         The taskset is divided into blocks of ``period`` tasks, usually ten.
@@ -204,7 +204,7 @@ class VerifiersEpisodeRunner:
         kind = loaders.concrete_type(self._env_class, self._vf.EnvConfig, origin=self._vf.Env)
         kind = kind or self._vf.EnvConfig
         try:
-            own = self._taskset.config.model_copy(update={"id": register_taskset(self._taskset)})
+            own = self._taskset.config.model_copy(update={"id": ensure_taskset_id(self._taskset)})
             resolved = kind.model_validate({**config, "taskset": own})
             seats = agents.agent_config_fields(resolved)
             return resolved.model_copy(
@@ -254,7 +254,7 @@ class VerifiersEpisodeRunner:
 
     # --- one attempt ------------------------------------------------------------------------------
 
-    async def prepare(self, item: Item) -> RolloutInitialState:
+    async def prepare_rollout(self, item: Item) -> RolloutInitialState:
         """Prepare an attempt at a task item that will run as an episode of the ``verifiers``
         environment.
 
@@ -278,14 +278,14 @@ class VerifiersEpisodeRunner:
         Return the library's episode object, and the rewards and metrics to record for it.
         """
         max_turns = conversations.max_turns
-        served = await conversations.shared_resource(self, lambda: self._serve_env(max_turns))
+        served = await conversations.get_or_open_shared(self, lambda: self._serve_env(max_turns))
         vf, task = self._vf, self.rows.task(item.metadata["row"]).with_data()
         client = vf.EvalClientConfig(
             base_url=served.endpoint.url(),
             api_key_var=_NO_KEY,
             headers=served.endpoint.headers,
         )
-        with served.endpoint.register_model_access() as seats:
+        with served.endpoint.access_registry() as seats:
 
             def take_seat(trace: Any) -> None:
                 learns = trace.agent.trainable
@@ -353,7 +353,7 @@ def _summarize_episode(
     calls = {
         call: own
         for trace, own in zip(traces, rewards, strict=True)
-        for call in conversations.call_ids(trace.id)
+        for call in conversations.agent_call_ids(trace.id)
     }
     metrics = [
         {key: float(value) for key, value in trace.metrics.items() if value is not None}
@@ -434,7 +434,7 @@ def _env_class(vf: Any, env: Any, taskset: Any) -> type:
     return found
 
 
-def register_taskset(taskset: Any) -> str:
+def ensure_taskset_id(taskset: Any) -> str:
     """Register a taskset with the ``verifiers`` library if it has no id, and return its id.
 
     If a program created the taskset itself, first register its class under a new id, so that the

@@ -53,7 +53,7 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "areal": "ramify.extras.studies.other_trainer_presets:AREAL",
     },
     "ramify.hints": {
-        "demonstrations": "ramify.extras.studies.hindsight_hints:SolutionHints",
+        "demonstrations": "ramify.extras.studies.hindsight_hints:SolutionHintSource",
         "feedback": "ramify.extras.studies.hindsight_hints:FeedbackHints",
         "hindsight": "ramify.extras.studies.hindsight_hints:HindsightHints",
         "next_message": "ramify.extras.studies.hindsight_hints:NextMessageHintSource",

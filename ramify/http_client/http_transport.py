@@ -231,7 +231,7 @@ class HttpConnectionPool:
         for _ in range(5):  # transports close in the loop's next iterations; TLS needs several
             await asyncio.sleep(0)
 
-    async def take(self, where: str, route: HttpRequestTarget) -> _Connection:
+    async def acquire(self, where: str, route: HttpRequestTarget) -> _Connection:
         """Take the most recently used idle connection to a server, or open a new one."""
         idle = self._idle.get(route.origin)
         too_old = asyncio.get_running_loop().time() - self._keepalive_s
@@ -399,7 +399,7 @@ class LiveHttpExchange:
         self._connection: _Connection | None = None
 
     async def __aenter__(self) -> LiveHttpExchange:
-        connection = await self._pool.take(self._where, self._route)
+        connection = await self._pool.acquire(self._where, self._route)
         self._connection, reader = connection, self._reader
         try:
             head = self._route.head

@@ -137,7 +137,7 @@ class AiohttpServer:
         self._tasks = [
             asyncio.create_task(self.connections.sweep()),
             *(
-                asyncio.create_task(self.connections.accept(each, self._runner.server))
+                asyncio.create_task(self.connections.accept_connections(each, self._runner.server))
                 for each in self._listeners
             ),
         ]

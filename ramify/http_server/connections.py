@@ -65,7 +65,7 @@ class HttpServerConnections:
         """True if so many connections are open that each should close after its next response."""
         return len(self.all) > self.most * 3 // 4
 
-    async def accept(self, listener: socket.socket, web_server: web.Server) -> None:
+    async def accept_connections(self, listener: socket.socket, web_server: web.Server) -> None:
         """Accept connections on a listening socket until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:

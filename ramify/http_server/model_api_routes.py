@@ -51,11 +51,13 @@ class CallerModelAccess(msgspec.Struct, frozen=True):
     recorder: Recorder | None = None
     """Records each reply before its last part is sent. None if nothing is recorded."""
 
-    async def record(self, exchange: ModelApiReplyWriter, index: int, reply: Reply) -> None:
+    async def record_exchange(
+        self, exchange: ModelApiReplyWriter, index: int, reply: Reply
+    ) -> None:
         if self.recorder is not None and not exchange.is_private:
             await self.recorder(exchange.id, index, exchange.request, reply)
 
-    def recording_headers(self, exchange: ModelApiReplyWriter) -> dict[str, str]:
+    def recording_status_headers(self, exchange: ModelApiReplyWriter) -> dict[str, str]:
         """Return the HTTP headers that tell a client whether its conversation is recorded."""
         is_recorded = self.recorder is not None and not exchange.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
@@ -92,7 +94,7 @@ class ModelApiRoutes:
     async def _answer_chat(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
             return await self._answer_request(
-                http, caller, lambda body: chat_completions_api.parse_request(body, caller.model)
+                http, caller, lambda body: chat_completions_api.reply_writer_for(body, caller.model)
             )
 
     async def _answer_responses(self, http: web.Request) -> web.StreamResponse:
@@ -100,7 +102,7 @@ class ModelApiRoutes:
             return await self._answer_request(
                 http,
                 caller,
-                lambda body: responses_api.parse_request(body, caller.model, caller.stored),
+                lambda body: responses_api.open_reply_writer(body, caller.model, caller.stored),
             )
 
     async def _answer_messages(self, http: web.Request) -> web.StreamResponse:
@@ -146,8 +148,8 @@ class ModelApiRoutes:
             replies = await caller.model.generate_replies(exchange.request, exchange.num_replies)
             for index, reply in enumerate(replies):
                 _check(reply, exchange)
-                await caller.record(exchange, index, reply)
-            return _json(exchange.response_body(replies), caller.recording_headers(exchange))
+                await caller.record_exchange(exchange, index, reply)
+            return _json(exchange.response_body(replies), caller.recording_status_headers(exchange))
 
 
 @contextlib.contextmanager
@@ -208,7 +210,7 @@ async def _stream_reply(
         headers={
             "Content-Type": "text/event-stream",
             "Cache-Control": "no-cache",
-            **caller.recording_headers(exchange),
+            **caller.recording_status_headers(exchange),
         }
     )
     try:
@@ -217,7 +219,7 @@ async def _stream_reply(
             async for index, part in parts:
                 if isinstance(part, Reply):
                     _check(part, exchange)
-                    await caller.record(exchange, index, part)
+                    await caller.record_exchange(exchange, index, part)
                 events = b""
                 if not response.prepared:  # the first part has arrived, so the request is valid
                     await response.prepare(http)

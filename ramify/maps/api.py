@@ -28,7 +28,9 @@ UNLIMITED = 10**15
 """Number of calls or tokens that means no limit."""
 
 
-def map_limits(max_calls: int | None, max_tokens: int | None, max_cost: float | None) -> Limits:
+def total_map_limits(
+    max_calls: int | None, max_tokens: int | None, max_cost: float | None
+) -> Limits:
     """Return the budget limits of a map, which apply to all of its rows together.
 
     If ``max_cost`` is None and the model has a price, the cost limit is 5 dollars.
@@ -139,7 +141,7 @@ async def amap(
         columns=(columns,) if isinstance(columns, str) else tuple(columns),
         prefix=prefix,
         out=_path_of(out),
-        budget=map_limits(max_calls, max_tokens, max_cost),
+        budget=total_map_limits(max_calls, max_tokens, max_cost),
         retry_failed=retry_failed,
         strict=strict,
         sample=sample,

@@ -56,19 +56,19 @@ from ramify.maps.map_journal import (
     QuestionEndedRecord,
     QuestionStartedLine,
     TableMapJournal,
+    compact_usage,
     digest_to_base64,
     digest_to_int,
-    usage_counts,
 )
 from ramify.maps.map_journal_state import (
     MapJournalState,
     UnfinishedBatch,
     UnfinishedQuestion,
-    request_reservation,
+    budget_to_reserve,
 )
 from ramify.maps.row_question import InvalidRowError, RowQuestionMaker
 from ramify.maps.row_source import Row, RowSource
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.types.trajectory import Stop
 
 _MAX_TRIES = 3
@@ -180,7 +180,7 @@ class MapBatchJobs:
         for batch in self._batches.values():
             for _, amount in batch.waiting.values():
                 self._calls.budget.reserve_sent(amount)
-        with report_progress("batch", unit="rows") as self._progress:
+        with track_progress("batch", unit="rows") as self._progress:
             await self._upload_within_budget()
             await _gather_or_cancel(meanwhile(), self._collect_all())
 
@@ -254,7 +254,7 @@ class MapBatchJobs:
                 return None
             number = begun.number
         request = calls.first_request(question)
-        if not calls.is_allowed(request, self._price):
+        if not calls.can_afford(request, self._price):
             return None  # the map says why it cannot be asked
         most, text = max_request_usage(request, self._price), question.text
         return BatchQuestion(
@@ -308,7 +308,7 @@ class MapBatchJobs:
             first = self._first_request(row)
             waiting[first.number] = (
                 self._journal.append(MapJournalLine(b=first)),
-                request_reservation(first),
+                budget_to_reserve(first),
             )
             self._recorded.failed.pop(int.from_bytes(row.digest, "big"), None)
         sent = BatchUploadIntentLine(
@@ -384,7 +384,7 @@ class MapBatchJobs:
         waited = 0
         while not self._halted.is_set():
             is_ours = await self._call_with_retries(
-                lambda: self._api.was_created_by_key(id, key), f"batch {id}"
+                lambda: self._api.is_from_upload_key(id, key), f"batch {id}"
             )
             if is_ours is not None:
                 return is_ours
@@ -495,7 +495,7 @@ class MapBatchJobs:
         except ModelError as error:
             self._record_row_error(batch, first, result, error, found)
             return
-        reply = self._calls.prepare_for_record(reply, request, self._price)
+        reply = self._calls.complete_usage_and_cost(reply, request, self._price)
         offset = self._journal.append(
             MapJournalLine(
                 r=DirectReplyRecord(
@@ -503,7 +503,7 @@ class MapBatchJobs:
                     0,
                     reply.message.content,
                     reply.finish,
-                    usage_counts(reply.usage),
+                    compact_usage(reply.usage),
                     None if reply.cost is None else round(reply.cost, 12),
                     0.0,
                     reply.message.reasoning,
@@ -550,7 +550,7 @@ class MapBatchJobs:
         cost, counts = None, tuple[int, ...]()
         if error.may_be_paid:
             usage = self._request(first.question, first.context).max_usage()
-            cost, counts = first.cost, usage_counts(usage)
+            cost, counts = first.cost, compact_usage(usage)
             self._calls.budget.settle(amount, usage, cost)
         else:
             self._calls.budget.release(amount)

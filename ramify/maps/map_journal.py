@@ -152,7 +152,7 @@ class QuestionStartedLine(msgspec.Struct, frozen=True, array_like=True):
     """Cost in dollars that is reserved for the request, or None if the model has no price."""
 
 
-class FollowUpRequestRecord(msgspec.Struct, frozen=True, array_like=True):
+class RetryRequestRecord(msgspec.Struct, frozen=True, array_like=True):
     """A journal line that records another request for the same question.
 
     The request either asks the model to repair a reply that does not fit the answer type, or
@@ -276,7 +276,7 @@ class MapJournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     map: MapJournalHeader | None = None
     c: MapStartRecord | None = None
     q: QuestionStartedLine | None = None
-    t: FollowUpRequestRecord | None = None
+    t: RetryRequestRecord | None = None
     r: DirectReplyRecord | None = None
     x: FailedRequestLine | None = None
     s: RowRunStartedLine | None = None
@@ -300,7 +300,7 @@ class MapJournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.q or self.b
 
 
-def usage_counts(usage: Usage) -> tuple[int, ...]:
+def compact_usage(usage: Usage) -> tuple[int, ...]:
     """Return the usage of one request in the compact form of the journal.
 
     It lists the token counts and then the number of calls of unknown usage, without trailing zeros.
@@ -321,7 +321,7 @@ def usage_counts(usage: Usage) -> tuple[int, ...]:
 def usage_from_counts(counts: tuple[int, ...], calls: int = 1) -> Usage:
     """Return the token usage that the counts in a journal line describe.
 
-    This is the inverse of ``usage_counts``.
+    This is the inverse of ``compact_usage``.
     """
     if not counts:
         return Usage()
@@ -406,7 +406,7 @@ class TableMapJournal:
             size *= 8
         return _decode(data[: data.index(b"\n")])
 
-    def discard(self) -> None:
+    def delete(self) -> None:
         """Delete the journal of a map that was rejected before its first question.
 
         The journal must still be closed afterwards.
@@ -540,7 +540,7 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapJournalLin
                 f"{path}, line {number} is damaged: {problem}; the map cannot be continued: move "
                 "the file away to begin again"
             )
-        chain.advance(line)
+        chain.advance_past_line(line)
         yield offset, decoded
         offset += len(line) + 1
 

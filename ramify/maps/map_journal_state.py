@@ -17,11 +17,11 @@ import msgspec
 from ramify.engine.limits import BudgetAmount
 from ramify.maps.map_journal import (
     BatchUploadIntentLine,
-    FollowUpRequestRecord,
     MapJournalHeader,
     MapJournalLine,
     MapStartRecord,
     QuestionStartedLine,
+    RetryRequestRecord,
     digest_to_int,
     read_lines,
     usage_from_counts,
@@ -51,7 +51,7 @@ class UnfinishedBatch(msgspec.Struct):
     succeeded."""
 
 
-def request_reservation(first: QuestionStartedLine) -> BudgetAmount:
+def budget_to_reserve(first: QuestionStartedLine) -> BudgetAmount:
     """Return the budget to reserve for one request: a single call, its maximum tokens and its
     cost."""
     tokens = first.max_input_tokens + first.max_output_tokens
@@ -161,7 +161,7 @@ class MapJournalState:
             self.num_unaskable = line.n
         elif line.b is not None:
             self._begin(line.b.number, line.b.row, line.b.digest)
-            self._prepared[line.b.number] = offset, request_reservation(line.b)
+            self._prepared[line.b.number] = offset, budget_to_reserve(line.b)
         elif line.w is not None:
             self._record_sent_batch(line.w)
         elif line.u is not None:
@@ -218,7 +218,7 @@ class MapJournalState:
         return found
 
     def _record_sent_request(
-        self, number: int, line: QuestionStartedLine | FollowUpRequestRecord
+        self, number: int, line: QuestionStartedLine | RetryRequestRecord
     ) -> None:
         self._charge_in_flight(number)
         most = Usage(line.max_input_tokens, line.max_output_tokens, calls=1, unknown_calls=1)

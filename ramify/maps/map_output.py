@@ -66,7 +66,7 @@ class AddedAnswerColumns:
                     f"columns with prefix (--prefix ramify_)"
                 )
 
-    def row_values(self, answer: Any, error: str | None) -> dict[str, Any]:
+    def added_values(self, answer: Any, error: str | None) -> dict[str, Any]:
         """Return one row's values for the answer and error columns that the map adds.
 
         They are keyed by column name.
@@ -362,7 +362,7 @@ def output_row(
         kept = row.values
     else:
         kept = {name: row.values.get(name) for name in source.kept_columns}
-    return {**kept, **added.row_values(answer, error)}
+    return {**kept, **added.added_values(answer, error)}
 
 
 def _cell(value: Any) -> Any:

@@ -34,10 +34,10 @@ from ramify.clients.provider_batch_apis import BATCH_SHARE
 from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.calls_outside_runs import DirectModelCaller
 from ramify.engine.limits import BudgetLedger, Limits
-from ramify.engine.observation_messages import count_text_chars, plain_prompt
+from ramify.engine.observation_messages import count_context_chars, plain_prompt
 from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
-from ramify.engine.typed_answers import AnswerSchema, TypeMismatch, answer_type
+from ramify.engine.typed_answers import AnswerSchema, TypeMismatch, to_answer_schema
 from ramify.errors import (
     ConfigError,
     LimitReached,
@@ -69,7 +69,7 @@ from ramify.maps.row_answerer import (
 )
 from ramify.maps.row_question import InvalidRowError, RowQuestionMaker
 from ramify.maps.row_source import Row, RowSource
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.store.folder_store import Store
 from ramify.store.run_summary import summarise
 from ramify.types.message import Reply, Usage
@@ -210,7 +210,7 @@ class TableMapRun:
         self.request = request
         self._budget = budget or request.budget
         self.kind: AnswerSchema | None = (
-            None if request.answer_type is None else answer_type(request.answer_type)
+            None if request.answer_type is None else to_answer_schema(request.answer_type)
         )
         self.added = AddedAnswerColumns(self.kind, request.prefix, source.kept_columns)
         if request.batch_rows is not None and request.batch_rows < 1:
@@ -250,7 +250,7 @@ class TableMapRun:
         self._errors: list[str] = []
         """The first errors, kept as long as no row has been answered."""
 
-    def stop(self, reason: str = "it was stopped", stop: MapStop = "stopped") -> None:
+    def stop_gracefully(self, reason: str = "it was stopped", stop: MapStop = "stopped") -> None:
         """Stop the map before it begins any other row.
 
         Requests in flight are finished first.
@@ -302,7 +302,7 @@ class TableMapRun:
                     output.close()
             except RamifyError:
                 if self._is_unasked(journal):
-                    journal.discard()
+                    journal.delete()
                 raise
             finally:
                 journal.close()
@@ -480,7 +480,7 @@ class TableMapRun:
             max_rows=request.batch_rows,
         )
         self._calls = calls
-        await batches.run(self.stop, self._answer_sessions)
+        await batches.run(self.stop_gracefully, self._answer_sessions)
         self._counts["asked"] += len(batches.ended)
         self._given |= batches.ended
         self._failed_now |= batches.failed
@@ -531,7 +531,7 @@ class TableMapRun:
         num_workers = self.rlm.limits.max_concurrency
         num_asked = [num for num in (self.source.total, self.request.sample) if num is not None]
         total = min(num_asked, default=None)
-        with report_progress("map", total=total, unit="rows") as self._progress:
+        with track_progress("map", total=total, unit="rows") as self._progress:
             self._start_clock()
             if sample is not None:
                 await self._worker(1)
@@ -576,7 +576,7 @@ class TableMapRun:
                 means = next(each for each in self._means if each.can_answer(asked.question))
                 await self._answer(means, pending, asked)
         except StoreError as error:  # the output or the journal cannot be written
-            self.stop(str(error), "suspended")
+            self.stop_gracefully(str(error), "suspended")
 
     async def _answer(
         self, means: RowAnswerer, pending: _Pending, asked: QuestionInProgress
@@ -604,7 +604,7 @@ class TableMapRun:
         is_first = not is_known and not self._is_warm
         ended_s = -1.0 if is_known or is_first else time.perf_counter() - self._began
         cpu_s = time.process_time() - self._began_cpu
-        chars, cost = len(question.text) + count_text_chars(question.context), outcome.cost
+        chars, cost = len(question.text) + count_context_chars(question.context), outcome.cost
         if self.request.batch and self._calls.can_answer(question):
             cost *= BATCH_SHARE
         row = MeasuredRowCost(chars, cost, outcome.seconds, ended_s, cpu_s, is_first)
@@ -617,11 +617,11 @@ class TableMapRun:
         """
         cause = outcome.cause
         if isinstance(cause, LimitReached):
-            self.stop(str(cause), "limit")
+            self.stop_gracefully(str(cause), "limit")
         elif cause is None or is_fixable_by_user(cause):
-            self.stop(outcome.error or str(cause), "suspended")
+            self.stop_gracefully(outcome.error or str(cause), "suspended")
         else:
-            self.stop(outcome.error or str(cause), "failed")
+            self.stop_gracefully(outcome.error or str(cause), "failed")
 
     def _check_for_stop(self, outcome: RowOutcome, row: int) -> None:
         """Check after each answered row whether the map must stop.
@@ -630,17 +630,19 @@ class TableMapRun:
         """
         trouble = self._journal.disk_error
         if trouble is not None:
-            self.stop(str(trouble), "suspended")
+            self.stop_gracefully(str(trouble), "suspended")
         self._judged.set()
         if outcome.error is None:
             self._has_answer = True
             return
         if self.request.strict:
-            self.stop(f"row {row} failed: {outcome.error}", "failed")
+            self.stop_gracefully(f"row {row} failed: {outcome.error}", "failed")
         if not self._has_answer:
             self._errors.append(outcome.error)
             if len(self._errors) >= _HOPELESS and self._is_hopeless_so_far:
-                self.stop(f"the first {_HOPELESS} rows failed alike: {outcome.error}", "failed")
+                self.stop_gracefully(
+                    f"the first {_HOPELESS} rows failed alike: {outcome.error}", "failed"
+                )
 
     @property
     def _is_hopeless_so_far(self) -> bool:
@@ -732,7 +734,7 @@ class TableMapRun:
         outcome = RowOutcome(error=error)
         self._counts["unaskable"] += 1
         if self.request.strict:
-            self.stop(f"row {row.number} failed: {error}", "failed")
+            self.stop_gracefully(f"row {row.number} failed: {error}", "failed")
         return _Pending(None, outcome)
 
     def _recorded_outcome(self, offset: int, asked: QuestionInProgress) -> RowOutcome | None:
@@ -860,7 +862,7 @@ class _Sample:
                 number = int.from_bytes(digest, "big")
                 if not row.error and number not in self._digests:
                     self._digests.add(number)
-                    self._num_chars += len(question.text) + count_text_chars(question.context)
+                    self._num_chars += len(question.text) + count_context_chars(question.context)
         self._read_s = time.perf_counter() - began
         return iter(sorted(drawn, key=lambda row: row.number))
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.observation_messages import plain_prompt, render_context
+from ramify.engine.observation_messages import context_as_text, plain_prompt
 from ramify.errors import StoreError
 from ramify.maps.map_journal import (
     MapJournalHeader,
@@ -55,7 +55,7 @@ MAX_CHARS = 120
 """Maximum number of characters of a text, an answer or an error in the table."""
 
 
-class MapQuestionRow(msgspec.Struct, omit_defaults=True):
+class MapQuestionResult(msgspec.Struct, omit_defaults=True):
     """A table row for one question of a map.
 
     It contains the answer or error, the cost, and the number of rows that asked the question.
@@ -132,13 +132,13 @@ class StoredTableMap:
         self.last_start: MapStartRecord | None = None
         self.num_unaskable = 0
         """Number of rows about which no question could be asked. They have no entry in ``rows``."""
-        self._rows: list[MapQuestionRow] = []
+        self._rows: list[MapQuestionResult] = []
         self._offset = 0
         self._lines: list[array[int]] = []
         """Number of a question -> offsets of the lines of its last attempt."""
 
     @property
-    def rows(self) -> list[MapQuestionRow]:
+    def question_rows(self) -> list[MapQuestionResult]:
         """Return all questions of the map in the order in which they were first asked."""
         return self._rows
 
@@ -162,13 +162,13 @@ class StoredTableMap:
             self._offset = _next_line_offset(self.path, last)
         return self
 
-    def store_files(self) -> list[Path]:
+    def stored_files(self) -> list[Path]:
         """Return the files in the run store that belong to this map."""
         return [self.path]
 
     def summary(self) -> TableMapSummary:
         """Return this map's entry for a list of maps."""
-        header, rows = self.header, self.rows
+        header, rows = self.header, self.question_rows
         costs = [row.cost for row in rows if row.cost is not None]
         num = {state: sum(1 + r.equal for r in rows if r.state == state) for state in _STATES}
         return TableMapSummary(
@@ -186,14 +186,14 @@ class StoredTableMap:
             self.is_alive,
         )
 
-    def row_at(self, number: int) -> MapQuestionRow:
+    def row_at(self, number: int) -> MapQuestionResult:
         """Return the table row for the map question with this number.
 
         Raises StoreError if the map has no such question.
         """
-        if not 0 <= number < len(self.rows):
+        if not 0 <= number < len(self.question_rows):
             raise StoreError(f"map {self.id} has no question {number}")
-        return self.rows[number]
+        return self.question_rows[number]
 
     def last_attempt_lines(self, number: int) -> list[MapJournalLine]:
         """Return the journal lines of the last attempt at a question, in their original order."""
@@ -205,7 +205,7 @@ class StoredTableMap:
             row = self._begin(offset, first_request_line.number, first_request_line.row)
             parts = [
                 first_request_line.question or "",
-                render_context(first_request_line.context) if first_request_line.context else "",
+                context_as_text(first_request_line.context) if first_request_line.context else "",
             ]
             row.text = cut(" ".join(" ".join(filter(None, parts)).split()), MAX_CHARS)
         elif line.s is not None:
@@ -236,21 +236,21 @@ class StoredTableMap:
         elif line.c is not None:
             self.last_start = line.c
 
-    def _begin(self, offset: int, number: int, place: int) -> MapQuestionRow:
+    def _begin(self, offset: int, number: int, place: int) -> MapQuestionResult:
         if number == len(self._rows):
-            self._rows.append(MapQuestionRow(number, place))
+            self._rows.append(MapQuestionResult(number, place))
             self._lines.append(array("q"))
         row = self._rows[number]
         row.answer, row.error, row.run = None, "", ""
         self._lines[number] = array("q", [offset])
         return row
 
-    def _append_line_offset(self, offset: int, number: int) -> MapQuestionRow:
+    def _append_line_offset(self, offset: int, number: int) -> MapQuestionResult:
         self._lines[number].append(offset)
         return self._rows[number]
 
     @staticmethod
-    def _spend(row: MapQuestionRow, calls: int, cost: float | None) -> None:
+    def _spend(row: MapQuestionResult, calls: int, cost: float | None) -> None:
         row.calls += calls
         if cost is not None:
             row.cost = (row.cost or 0.0) + cost
@@ -280,13 +280,13 @@ class DirectRowAsRun:
         """(size of the journal, lines) as of the last read."""
 
     def __str__(self) -> str:
-        return f"row {self._table.rows[self._number].row} of map {self._table.id}"
+        return f"row {self._table.question_rows[self._number].row} of map {self._table.id}"
 
     def journal_version(self) -> tuple[int, int]:
         return self._table.path.stat().st_ino, sum(len(line) + 1 for line in self._events())
 
     def has_active_writer(self) -> bool:
-        is_open = self._table.rows[self._number].state == "open"
+        is_open = self._table.question_rows[self._number].state == "open"
         return is_open and self._table.is_alive
 
     def lines(self, offset: int = 0) -> Iterator[bytes]:
@@ -325,12 +325,12 @@ class DirectRowAsRun:
         size = self._table.path.stat().st_size
         if size != self._read[0]:
             self._table.refresh()
-            events = row_events(self._table, self._number)
+            events = row_to_run_events(self._table, self._number)
             self._read = size, [msgspec.json.encode(event) for event in events]
         return self._read[1]
 
 
-def row_events(table: StoredTableMap, number: int) -> list[AnyEvent]:
+def row_to_run_events(table: StoredTableMap, number: int) -> list[AnyEvent]:
     """Return the events that a run would have recorded for a row answered by a direct call."""
     header, row = table.header, table.row_at(number)
     if header is None:

@@ -68,7 +68,7 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
     old: frozenset[str] = frozenset()
     """Files of parts that may lack some answers."""
 
-    def unfinished_part_rows(self, part: str) -> list[dict[str, Any]]:
+    def rows_already_written(self, part: str) -> list[dict[str, Any]]:
         """Return the rows that an earlier invocation of the map wrote for an unfinished part.
 
         Returns an empty list if the part is complete or was never written.

@@ -18,9 +18,9 @@ from typing import Any
 from ramify import __version__
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
-from ramify.engine.typed_answers import answer_type as as_answer_type
+from ramify.engine.typed_answers import to_answer_schema as as_answer_type
 from ramify.errors import RamifyError
-from ramify.maps.api import make_worker_rlm_factory, map_limits
+from ramify.maps.api import make_worker_rlm_factory, total_map_limits
 from ramify.maps.map_output import AddedAnswerColumns
 from ramify.maps.open_row_source import open_rows
 from ramify.maps.part_output import NOT_ASKED
@@ -81,7 +81,7 @@ class RayDataAsker:
             ray.remote(MapBudgetActor)
             .options(num_cpus=0, max_concurrency=1000)
             .remote(
-                map_limits(max_calls, max_tokens, max_cost),
+                total_map_limits(max_calls, max_tokens, max_cost),
                 limits.max_concurrency,
                 is_priced=is_priced,
             )
@@ -106,7 +106,7 @@ class RayDataAsker:
         if result is not None and result.stop not in ("done", "limit", "stopped"):
             raise RamifyError(result.reason)
         if result is None:
-            rows = [added.row_values(None, f"{NOT_ASKED} {why}")] * len(list(source.iter_rows()))
+            rows = [added.added_values(None, f"{NOT_ASKED} {why}")] * len(list(source.iter_rows()))
         else:
             rows = result.table
         return _with_columns(batch, added, rows)
@@ -116,7 +116,7 @@ def _is_priced(rlm: RLM) -> bool:
     from ramify.engine import event_loop_thread
 
     async def look() -> bool:
-        async with rlm.direct_calls(map_limits(None, None, None)) as calls:
+        async with rlm.direct_calls(total_map_limits(None, None, None)) as calls:
             return calls.is_priced
 
     return event_loop_thread.run(look())

@@ -40,7 +40,7 @@ from ramify.actors.ray_cluster import (
 )
 from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
-from ramify.engine.typed_answers import answer_type
+from ramify.engine.typed_answers import to_answer_schema
 from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
 from ramify.maps.map_journal import (
     RAY_MAPS,
@@ -52,11 +52,11 @@ from ramify.maps.map_journal import (
 from ramify.maps.map_output import AddedAnswerColumns
 from ramify.maps.map_run import MapResult, TableMapSpec
 from ramify.maps.part_output import UNFINISHED, PartedOutputFolder, is_part, open_output_folder
-from ramify.maps.ray_row_partition import partition_text_paths, row_files_of_urls
+from ramify.maps.ray_row_partition import row_files_of_urls, split_text_files
 from ramify.maps.ray_worker import MapPartWorker, MapWorkerConfig
 from ramify.maps.row_question import RowQuestionMaker
 from ramify.maps.shared_budget import MapBudgetActor, RayMapStatus
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.store.durable_files import make_folder
 from ramify.store.folder_store import Store
 
@@ -122,7 +122,7 @@ class RayMapRun:
         self._workers = workers
         self._cluster = RayClusterConnection(address, store_bytes=_STORE_BYTES, is_quiet=True)
         self._stops: list[tuple[str, str]] = []
-        kind = None if request.answer_type is None else answer_type(request.answer_type)
+        kind = None if request.answer_type is None else to_answer_schema(request.answer_type)
         base = Question(request.question, None, kind=kind)
         if not request.question.strip():
             raise ConfigError("the question is empty: say what you want to know of each row")
@@ -133,7 +133,7 @@ class RayMapRun:
         self._added = AddedAnswerColumns(kind, request.prefix, table.kept_columns)
         self._schema = kind.schema if kind else None
 
-    def stop(self, reason: str = "it was stopped", stop: str = "stopped") -> None:
+    def stop_gracefully(self, reason: str = "it was stopped", stop: str = "stopped") -> None:
         """Stop the map before it starts any new rows.
 
         Requests in flight are finished first.
@@ -307,7 +307,7 @@ class RayMapRun:
         """
         ray = import_ray()
         if not (was_joined := ray.is_initialized()):
-            await asyncio.to_thread(self._cluster.join)
+            await asyncio.to_thread(self._cluster.join_or_start)
         try:
             await asyncio.to_thread(check_node_versions, __version__)
             yield ray
@@ -373,7 +373,7 @@ class RayMapRun:
         writers = max(2, most // 4)
         with _quiet_context():
             if files.is_texts:
-                parts = [part for part in partition_text_paths(files) if part.name not in skipped]
+                parts = [part for part in split_text_files(files) if part.name not in skipped]
                 if not parts:
                     return
                 writers = min(writers, len(parts))
@@ -422,7 +422,7 @@ class RayMapRun:
                 loop.call_soon_threadsafe(end, error)
 
         threading.Thread(target=work, daemon=True, name="ramify-ray-data").start()
-        with report_progress("map", unit="rows") as progress:
+        with track_progress("map", unit="rows") as progress:
             while not ended.done():
                 await asyncio.wait([ended], timeout=_POLL_S)
                 while self._stops:

@@ -44,7 +44,7 @@ _FORMATS = "a .jsonl, .csv, .tsv or .parquet file, or a folder of text files"
 _encode = msgspec.json.Encoder(decimal_format="string").encode
 
 
-class RowFile(msgspec.Struct, frozen=True):
+class MapInputFile(msgspec.Struct, frozen=True):
     """An input file of a map, with its path, format and size."""
 
     path: str
@@ -63,7 +63,7 @@ class RowFiles(msgspec.Struct, frozen=True):
 
     name: str
     """The files as the user named them, for error messages."""
-    files: tuple[RowFile, ...]
+    files: tuple[MapInputFile, ...]
     columns: tuple[str, ...]
     filesystem: Any
     """The pyarrow filesystem of the files."""
@@ -159,7 +159,7 @@ def _open_files(url: str) -> RowFiles:
             )
         if kind is None:
             raise SourceError(f"{url} is not a table of rows: give {_FORMATS}")
-        file = RowFile(path, kind, info.size)
+        file = MapInputFile(path, kind, info.size)
         with filesystem.open_input_file(path) as opened:
             columns = _columns(opened, file, url)
     except OSError as error:
@@ -178,11 +178,11 @@ def _list_folder(url: str, filesystem: Any, path: str) -> RowFiles:
     )
     if not found:
         raise SourceError(f"the folder {url} has no files")
-    files = tuple(RowFile(name, "text", size) for name, size in found)
+    files = tuple(MapInputFile(name, "text", size) for name, size in found)
     return RowFiles(url, files, ("file", "text"), filesystem, base)
 
 
-def _columns(file: Any, row_file: RowFile, name: str) -> tuple[str, ...]:
+def _columns(file: Any, row_file: MapInputFile, name: str) -> tuple[str, ...]:
     import pyarrow
 
     match row_file.kind:
@@ -222,7 +222,7 @@ class EncodedRowChunk(msgspec.Struct, frozen=True):
     """JSON list of the rows, in which an unreadable row is represented by its error text. Parquet
     files use an Arrow stream instead, and text files a JSON list of paths."""
     kind: str
-    """Format of the rows, as in ``RowFile``."""
+    """Format of the rows, as in ``MapInputFile``."""
 
     def row_source(self, files: RowFiles) -> RowSource:
         """Return the input rows of this part as a table."""
@@ -257,7 +257,9 @@ def part_name(file: int, number: int) -> str:
     return f"part-{file:05}-{number:06}"
 
 
-def read_row_partitions(file: Any, row_file: RowFile, number: int) -> Iterator[EncodedRowChunk]:
+def read_row_partitions(
+    file: Any, row_file: MapInputFile, number: int
+) -> Iterator[EncodedRowChunk]:
     """Yield the rows of an open input file in parts of at most 500 rows.
 
     ``number`` is the index of the file among the map's files.
@@ -301,7 +303,7 @@ def _arrow_parts(file: Any, number: int) -> Iterator[EncodedRowChunk]:
             yield EncodedRowChunk(part_name(number, index), sink.getvalue().to_pybytes(), "parquet")
 
 
-def partition_text_paths(files: RowFiles) -> Iterator[EncodedRowChunk]:
+def split_text_files(files: RowFiles) -> Iterator[EncodedRowChunk]:
     """Divide the files of a text folder into parts for workers on a Ray cluster.
 
     Each part contains only paths, because the workers read the files themselves.

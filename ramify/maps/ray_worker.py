@@ -24,7 +24,7 @@ from ramify.actors.ray_cluster import check_ramify_version
 from ramify.engine import event_loop_thread
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.rlm import RLM
-from ramify.engine.typed_answers import answer_type
+from ramify.engine.typed_answers import to_answer_schema
 from ramify.maps.map_output import AddedAnswerColumns
 from ramify.maps.map_run import MapResult, TableMapRun, TableMapSpec
 from ramify.maps.part_output import NOT_ASKED, PartedOutputFolder
@@ -100,7 +100,7 @@ class RowAnsweringEngine:
             self._call,
             uuid.uuid4().hex,
             lambda: run.pause_remaining_s,
-            lambda reason: run.stop(reason),
+            lambda reason: run.stop_gracefully(reason),
         )
         ledger = BudgetLedger(_NO_LIMITS, priced=task.is_priced, shared=remote, owner="map")
         run = TableMapRun(self._rlm, source, request, ledger)
@@ -158,7 +158,7 @@ class MapPartWorker:
         self._files = files
         self._output = output
         self._retries = retries
-        kind = None if task.answer_type is None else answer_type(task.answer_type)
+        kind = None if task.answer_type is None else to_answer_schema(task.answer_type)
         self._added = AddedAnswerColumns(kind, task.prefix, files.empty_row_source.kept_columns)
 
     def __call__(self, batch: Any) -> Iterator[Any]:
@@ -172,7 +172,7 @@ class MapPartWorker:
         """
         source = part.row_source(self._files)
         rows = list(source.values())
-        done = self._output.unfinished_part_rows(part.name)
+        done = self._output.rows_already_written(part.name)
         error = self._added.error
         asked = [
             index

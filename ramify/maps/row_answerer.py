@@ -38,14 +38,14 @@ from ramify.errors import RamifyError, UnknownRun, is_fixable_by_user
 from ramify.maps.map_journal import (
     DirectReplyRecord,
     FailedRequestLine,
-    FollowUpRequestRecord,
     MapJournalLine,
     QuestionEndedRecord,
     QuestionStartedLine,
+    RetryRequestRecord,
     RowRunStartedLine,
     TableMapJournal,
+    compact_usage,
     digest_to_base64,
-    usage_counts,
 )
 from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Stop
@@ -208,7 +208,7 @@ class _DirectRow:
                     event.turn,
                     reply.message.content,
                     reply.finish,
-                    usage_counts(reply.usage),
+                    compact_usage(reply.usage),
                     _round_cost(reply.cost),
                     round(reply.seconds, 4),
                     reply.message.reasoning,
@@ -226,7 +226,7 @@ class _DirectRow:
         if event.turn or not is_first:
             text = event.new[-1].content if is_first else None
             return MapJournalLine(
-                t=FollowUpRequestRecord(
+                t=RetryRequestRecord(
                     asked.number,
                     event.turn,
                     text,
@@ -254,7 +254,7 @@ class _DirectRow:
 
     def _record_failure(self, event: DirectRequestFailedEvent) -> None:
         self.cost += event.cost or 0.0
-        counts = usage_counts(event.usage) if event.usage.calls else ()
+        counts = compact_usage(event.usage) if event.usage.calls else ()
         self._journal.append(
             MapJournalLine(
                 x=FailedRequestLine(
@@ -341,7 +341,7 @@ class SessionRowAnswerer(RowAnswerer):
         usage = Usage() if result is None else result.usage
         cost = None if result is None else result.cost
         seconds = time.perf_counter() - began
-        counts = usage_counts(usage) if usage.calls else ()
+        counts = compact_usage(usage) if usage.calls else ()
         if result is None:
             _begin_unsent(self._journal, asked)
         end = QuestionEndedRecord(

@@ -20,7 +20,7 @@ from typing import Any
 
 from ramify.errors import SourceError, StoreError
 from ramify.maps.map_journal import RAY_MAPS, MapJournalHeader, MapJournalLine, RayMapHeaderFields
-from ramify.maps.map_table import MAX_CHARS, MapQuestionRow, StoredTableMap, TableMapSummary
+from ramify.maps.map_table import MAX_CHARS, MapQuestionResult, StoredTableMap, TableMapSummary
 from ramify.maps.part_output import NOT_ASKED, is_part, open_output_folder
 from ramify.maps.shared_budget import TableMapSpending, read_spending
 from ramify.pip_install_command import install_command
@@ -44,7 +44,7 @@ class RayMapOutputTable(StoredTableMap):
         """(name, size in bytes, modification time) of each part as of the last read."""
 
     @property
-    def rows(self) -> list[MapQuestionRow]:
+    def question_rows(self) -> list[MapQuestionResult]:
         """Return the rows that the map has written so far, at most 100,000.
 
         Raises StoreError if the output cannot be read.
@@ -72,7 +72,7 @@ class RayMapOutputTable(StoredTableMap):
             raise StoreError(f"the parts of map {self.id} cannot be read: {error}") from None
         return self._rows
 
-    def store_files(self) -> list[Path]:
+    def stored_files(self) -> list[Path]:
         return [self.path, *(path for path in [self._spending_path()] if path.exists())]
 
     def summary(self) -> TableMapSummary:
@@ -112,7 +112,7 @@ class RayMapOutputTable(StoredTableMap):
 
 def _table_rows(
     rows: Iterator[Mapping[str, Any]], parts: RayMapHeaderFields
-) -> Iterator[MapQuestionRow]:
+) -> Iterator[MapQuestionResult]:
     for number, row in enumerate(rows):
         text = " ".join(answer_text(row[name]) for name in parts.shown if row.get(name) is not None)
         error = str(row.get(parts.error) or "")
@@ -120,7 +120,7 @@ def _table_rows(
         has_answer = not row.get(parts.error)
         values = {name: row.get(name) for name in parts.answers}
         answer = values if len(values) > 1 else next(iter(values.values()))
-        yield MapQuestionRow(
+        yield MapQuestionResult(
             number,
             number,
             cut(" ".join(text.split()), MAX_CHARS),

@@ -88,7 +88,7 @@ class ForestAttentionPlan(NamedTuple):
     one. Empty if all tokens have queries."""
 
     @property
-    def causal_block_ranges(self) -> list[tuple[int, int]]:
+    def causal_segment_ranges(self) -> list[tuple[int, int]]:
         """Return the token range [start, end) of each causal attention block in the plan."""
         blocks, end = [], 0
         for skipped, length in zip_longest(self.skipped, self.own, fillvalue=0):
@@ -238,7 +238,7 @@ def _walk(
     plan = ForestAttentionPlan.for_segments(segments, rows)
     if kernel == TILED:
         below = [(each.keys, each.queries) for each in plan.below]
-        tiled = TiledAttention(plan.causal_block_ranges, below, rows_N)
+        tiled = TiledAttention(plan.causal_segment_ranges, below, rows_N)
         if tiled.is_worthwhile(groups):
             return tiled
         kernel = CpuFlashKernel()

@@ -39,9 +39,9 @@ from ramify.models.weights import (
     read_weights,
     write_weights,
 )
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.trained_policy_settings import (
-    PolicyTrainingSettings,
+    PolicyRolloutSettings,
     read_policy_settings,
     write_policy_settings,
 )
@@ -79,7 +79,7 @@ class Policy:
     name: str
     """Path or name from which the policy was loaded, for display."""
     defaults: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
-    card: PolicyTrainingSettings = dataclasses.field(default_factory=PolicyTrainingSettings)
+    card: PolicyRolloutSettings = dataclasses.field(default_factory=PolicyRolloutSettings)
     """Scaffold and limits with which the policy was trained."""
 
     @property
@@ -195,7 +195,7 @@ def from_config(
         config,
         0,
         f"{config.model_type} from seed {seed}",
-        card=PolicyTrainingSettings(is_from_scratch=renderer.name == SCRATCH),
+        card=PolicyRolloutSettings(is_from_scratch=renderer.name == SCRATCH),
     )
 
 
@@ -307,7 +307,7 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
             bare = DenseModel(config) if dense else AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         return cast(nn.Module, bare.to(dtype).eval())
     if unsupported_reason(config) is not None:
-        with report_progress("loading", note=str(folder)):
+        with track_progress("loading", note=str(folder)):
             return _load_transformers_module(folder, dtype).to(device).eval()
     with torch.device("meta"):
         model = DenseModel(config)
@@ -316,7 +316,7 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
         weights.pop("lm_head.weight", None)
     check_weights(model, weights, str(folder))
     moved = {}
-    with report_progress(
+    with track_progress(
         "loading", sum(tensor.nbytes for tensor in weights.values()), "bytes", str(folder)
     ) as work:
         for name, tensor in weights.items():

@@ -121,7 +121,7 @@ class ExpertLoad(NamedTuple):
         return found
 
 
-def mixture_shape(model: Any) -> MoeLayout | None:
+def moe_layout(model: Any) -> MoeLayout | None:
     """Return how many experts a transformers model has, and which layers contain them.
 
     Returns None if the model has no routers of a known kind.
@@ -409,7 +409,7 @@ class RouterLoadBalancingLoss:
             return
         counts: ExpertRoutingCounts | None = None
         for batch in batches:
-            with self.batch_pass(batch, device), torch.no_grad():
+            with self.track_batch_routing(batch, device), torch.no_grad():
                 run(batch)
                 found = self._routers.finish_counting()
                 counts = found if counts is None else counts.plus(found)
@@ -417,7 +417,7 @@ class RouterLoadBalancingLoss:
         self._step = self._total_counts(counts)
 
     @contextmanager
-    def batch_pass(self, batch: Batch, device: torch.device) -> Iterator[None]:
+    def track_batch_routing(self, batch: Batch, device: torch.device) -> Iterator[None]:
         """Make the routers count and replay a batch's expert choices, within a ``with`` block.
 
         Within it, the routers count the batch's tokens, and use the experts that an engine reported
@@ -431,7 +431,7 @@ class RouterLoadBalancingLoss:
         finally:
             self._routers.reset()
 
-    def finish_forward(self) -> ExpertLoad:
+    def collect_expert_load(self) -> ExpertLoad:
         """Return the expert load of the forward pass that has just run.
 
         Also prepare the batch's backward pass to add the gradient of the load-balancing loss.

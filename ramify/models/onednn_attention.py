@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ramify.models.attention_kernels import CpuFlashKernel
-from ramify.models.onednn_products import product, scaled_product
+from ramify.models.onednn_products import fused_linear_mul, product
 
 _LONGEST_CAUSAL = 384
 """Maximum number of tokens in a causal block. Longer blocks are split in half."""
@@ -442,7 +442,7 @@ def _add_gradients(to: _Gradients, x: _Backward, block: QueryKeyBlock) -> None:
                     p_MN[m1 - m0 :] = 0
                 if num < n_rows:
                     p_MN[:, num:] = 0
-                ds_MN = scaled_product(v_Md, do_Nd, delta_h[at], p_MN)
+                ds_MN = fused_linear_mul(v_Md, do_Nd, delta_h[at], p_MN)
                 to_keys = slice(first + m0, first + m1)
                 to.v[head, to_keys] += product(p_MN, do_Nd.t())[: m1 - m0]
                 to.k[head, to_keys] += product(ds_MN, q_Nd.t())[: m1 - m0]

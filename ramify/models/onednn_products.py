@@ -86,7 +86,7 @@ def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
     )
 
 
-def scaled_product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor, factor_NO: Tensor) -> Tensor:
+def fused_linear_mul(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor, factor_NO: Tensor) -> Tensor:
     """Return ``(x @ weight.T + bias) * factor`` [N, O], computed with oneDNN and without gradients.
 
     Layouts are those of ``product``.

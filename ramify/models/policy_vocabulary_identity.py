@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ramify.models.load import Policy
 
 
-def identity_of(policy: Policy) -> TokenizerAndArchitecture:
+def policy_identity(policy: Policy) -> TokenizerAndArchitecture:
     """Describe a policy by its name, architecture and a digest of its vocabulary.
 
     With this record, a later process can check whether sampled token ids belong to the policy.

@@ -46,7 +46,7 @@ class SafetensorsReader:
         self._open: dict[Path, Any] = {}
         self._read = 0
 
-    def slice(self, path: Path, name: str) -> Any:
+    def get_slice(self, path: Path, name: str) -> Any:
         """Return a handle that can read parts of one tensor in a safetensors file.
 
         Nothing is read yet.
@@ -56,7 +56,7 @@ class SafetensorsReader:
     def names(self, path: Path) -> list[str]:
         return list(self._file(path).keys())
 
-    def add_bytes_read(self, num_bytes: int) -> None:
+    def close_files_at_limit(self, num_bytes: int) -> None:
         """Count the bytes read from the checkpoint, and close its files when a limit is reached."""
         self._read += num_bytes
         if self._read > _AT_ONCE:
@@ -92,8 +92,8 @@ class StoredTensor:
         return [*self.shape]
 
     def __getitem__(self, index: Any) -> Tensor:
-        found: Tensor = self.files.slice(self.path, self.name)[index].clone()
-        self.files.add_bytes_read(found.nbytes)
+        found: Tensor = self.files.get_slice(self.path, self.name)[index].clone()
+        self.files.close_files_at_limit(found.nbytes)
         return found
 
 
@@ -152,7 +152,7 @@ def lazy_disk_tensors(folder: Path) -> dict[str, StoredTensor]:
     for path in weight_files(folder):
         for name in files.names(path):
             if not name.endswith(IGNORED):
-                shape = tuple(files.slice(path, name).get_shape())
+                shape = tuple(files.get_slice(path, name).get_shape())
                 found[name] = StoredTensor(files, path, name, shape)
     return found
 

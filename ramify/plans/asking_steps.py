@@ -151,7 +151,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         )
 
 
-class FilterByPartStart(AskingStep, frozen=True, tag="peek"):
+class FilterPreviewStep(AskingStep, frozen=True, tag="peek"):
     """A step that makes later filters read only the beginning of each part of the text."""
 
     tokens: int = 500
@@ -207,7 +207,7 @@ class AskEachItem(AskingStep, frozen=True, tag="map"):
     async def run(
         self, value: list[Any], flow: PlanLeafRunner, shape: PlanValueBounds
     ) -> list[Any]:
-        answers = await flow.ask(self.leaf, value, self.title)
+        answers = await flow.ask_about_items(self.leaf, value, self.title)
         if not self.leaf.each:
             return [answer for answer in answers if answer is not LEAF_FAILED]
         return [
@@ -271,7 +271,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
         self, value: list[Any], flow: PlanLeafRunner, shape: PlanValueBounds
     ) -> list[Any]:
         if isinstance(self.predicate, Leaf):
-            answers = await flow.ask(self.predicate, value, self.title, is_preview=True)
+            answers = await flow.ask_about_items(self.predicate, value, self.title, is_preview=True)
             return _select_kept(value, [answer is True for answer in answers])
         verdicts = await flow.run_in_thread(self._keep_mask, value, flow.question)
         return _select_kept(value, verdicts)
@@ -304,14 +304,14 @@ class AskWholeValue(AskingStep, frozen=True, tag="ask"):
                 "before it"
             )
         if shape.is_known:
-            tokens = sheet.max_request_tokens(self.leaf, shape.value)
+            tokens = sheet.prompt_token_bound(self.leaf, shape.value)
             sheet.add(self.title, (1,), True, [tokens], [self.leaf.reply_tokens])
         else:
             sheet.add_bounded(self.title, self.leaf, (1,), True, size, size)
         return reply_bounds(1, self.leaf.max_answer_bytes)
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: PlanValueBounds) -> Any:
-        (answer,) = await flow.ask(self.leaf, [value], self.title)
+        (answer,) = await flow.ask_about_items(self.leaf, [value], self.title)
         return answer
 
 
@@ -390,7 +390,7 @@ class TreeReduceStep(AskingStep, frozen=True, tag="reduce"):
             groups = tree.groups(items, is_first=is_first)
             is_asked = [tree.needs_model_call(group, is_first=is_first) for group in groups]
             asked = [group for group, is_in in zip(groups, is_asked, strict=True) if is_in]
-            answers = iter(await flow.ask(self.leaf, asked, self.title))
+            answers = iter(await flow.ask_about_items(self.leaf, asked, self.title))
             merged = [
                 next(answers) if is_in else group[0]
                 for group, is_in in zip(groups, is_asked, strict=True)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ramify.engine.plain_call import with_answer_format
-from ramify.engine.typed_answers import AnswerSchema, TypeMismatch, answer_type
+from ramify.engine.typed_answers import AnswerSchema, TypeMismatch, to_answer_schema
 from ramify.errors import ConfigError
 from ramify.plans.text_parts import BYTES_PER_TOKEN, ContextPart, num_bytes, shortened
 from ramify.plans.value_types import PlanValueType, check_field_values, list_of, type_of_schema
@@ -66,7 +66,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
             if value < 1:
                 raise ConfigError(f"leaf '{self.label}': {name}={value!r:.40}: give 1 or more")
         if self.schema is not None:
-            schema = answer_type(self.schema).schema
+            schema = to_answer_schema(self.schema).schema
             _base_schema(schema)  # reports a schema that is not valid
             msgspec.structs.force_setattr(self, "schema", schema)
             if schema.get("enum") == []:
@@ -179,7 +179,7 @@ BETWEEN_BYTES = num_bytes(_BETWEEN)
 def _parse_schema(schema: bytes) -> AnswerSchema:
     # A plan may come from a file, a journal or a session, so its schemas are bounded in size and
     # in the time of their checks.
-    return answer_type(msgspec.json.decode(schema), trusted=False)
+    return to_answer_schema(msgspec.json.decode(schema), trusted=False)
 
 
 def _base_schema(schema: Any) -> AnswerSchema:

@@ -23,9 +23,9 @@ from ramify.engine.answer_mode_choice import (
     AnswerModeFacts,
 )
 from ramify.engine.leaf_calls import LeafRequest
-from ramify.engine.observation_messages import count_text_chars
+from ramify.engine.observation_messages import count_context_chars
 from ramify.engine.prompt_text import context_facts
-from ramify.engine.typed_answers import answer_type
+from ramify.engine.typed_answers import to_answer_schema
 from ramify.errors import ConfigError
 from ramify.plans.part_size_calibration import calibration_of
 from ramify.plans.plan_cost import ModelCostProfile, look_up_model
@@ -106,7 +106,7 @@ def choose_mode(facts: AnswerModeFacts) -> AnswerModeChoice | AnswerModeChoiceCa
         return AnswerModeChoice("free", f"only a session has {' and '.join(facts.of_sessions)}")
     if question.context is None:
         return AnswerModeChoice("direct", "the question has no context")
-    num_chars = count_text_chars(question.context)
+    num_chars = count_context_chars(question.context)
     most, measured = _one_call(facts)
     if num_chars <= most:
         size = f"the context has {num_chars:,} characters"
@@ -144,7 +144,7 @@ def _prepare_choice_call(facts: AnswerModeFacts, num_chars: int) -> AnswerModeCh
         return _with_plan(facts, way, reason, labels=labels or None)
 
     # It is asked only once: without a choice, a session answers.
-    leaf = LeafRequest("choose the mode", prompt, answer_type(_ANSWER), _REPLY_TOKENS, 0)
+    leaf = LeafRequest("choose the mode", prompt, to_answer_schema(_ANSWER), _REPLY_TOKENS, 0)
     return AnswerModeChoiceCall(leaf, choice)
 
 

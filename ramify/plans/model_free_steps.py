@@ -114,13 +114,13 @@ class ConcatListsStep(ModelFreeStep, frozen=True, tag="concat"):
         return reply_bounds(1, shape.max_bytes)
 
 
-class CrossFieldValuesStep(ModelFreeStep, frozen=True, tag="cross"):
+class PairDistinctValuesStep(ModelFreeStep, frozen=True, tag="cross"):
     """A step that forms all pairs of different values of a field.
 
     The first value comes from an item that meets the condition ``left``, and the second from one
     that meets ``right``; without conditions, all items are used.
 
-    >>> plans.CrossFieldValuesStep("user").apply([{"user": "b"}, {"user": "a"}])
+    >>> plans.PairDistinctValuesStep("user").apply([{"user": "b"}, {"user": "a"}])
     [['a', 'b']]
     """
 

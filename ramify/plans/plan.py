@@ -25,8 +25,8 @@ from ramify.plans.asking_steps import (
     AskEachItem,
     AskingStep,
     AskWholeValue,
-    FilterByPartStart,
     FilterItems,
+    FilterPreviewStep,
     SplitText,
     TreeReduceStep,
 )
@@ -36,9 +36,9 @@ from ramify.plans.model_free_steps import (
     ConcatListsStep,
     CountHistogramStep,
     CountValuesStep,
-    CrossFieldValuesStep,
     DistinctValuesStep,
     JoinRecordsStep,
+    PairDistinctValuesStep,
     SetOperation,
     TakeFieldStep,
     TakeMaxItemStep,
@@ -232,14 +232,14 @@ class ApplyBothPlans(AskingStep, frozen=True, tag="both"):
 
 AnyStep = (
     SplitText
-    | FilterByPartStart
+    | FilterPreviewStep
     | AskEachItem
     | FilterItems
     | AskWholeValue
     | TreeReduceStep
     | ApplyBothPlans
     | ConcatListsStep
-    | CrossFieldValuesStep
+    | PairDistinctValuesStep
     | TakeMaxItemStep
     | TakeFieldStep
     | CountValuesStep

@@ -50,7 +50,7 @@ class PlanLeafRunner:
         blocked."""
         return await asyncio.to_thread(call, *args)
 
-    async def ask(
+    async def ask_about_items(
         self, leaf: Leaf, items: Sequence[Any], step: str, *, is_preview: bool = False
     ) -> list[Any]:
         """Return a model's answers to one bounded question (a leaf) about each item, in order.

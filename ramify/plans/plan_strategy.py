@@ -53,12 +53,10 @@ class PlanStrategy(
         the run's budget.
         """
         self.plan.check_begins_with_split()
-        return await answer_with_plan(
-            self.plan, PlanValueBounds(calls.question.context, True), None, calls
-        )
+        return await run_plan(self.plan, PlanValueBounds(calls.question.context, True), None, calls)
 
 
-async def answer_with_plan(
+async def run_plan(
     plan: Plan, first: PlanValueBounds, given: PlanValueType | None, calls: LeafModelCaller
 ) -> CallOutcome:
     """Run a plan and return its outcome.
@@ -73,7 +71,7 @@ async def answer_with_plan(
     )
     # Cutting a large context, or ranking its parts, takes seconds.
     shapes = await asyncio.to_thread(plan.shapes, first, sheet, given)
-    cost_of(sheet.steps, model).check(calls.budget, is_rest=calls.is_started_by_session)
+    cost_of(sheet.steps, model).check(calls.budget_limit, is_rest=calls.is_started_by_session)
     flow = PlanLeafRunner(calls)
     try:
         value = await plan.run(first.value, shapes, flow)

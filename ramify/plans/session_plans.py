@@ -30,7 +30,7 @@ from ramify.errors import ConfigError, did_you_mean
 from ramify.plans import step_constructors as c
 from ramify.plans.leaf_questions import Leaf
 from ramify.plans.plan import Plan
-from ramify.plans.plan_strategy import answer_with_plan
+from ramify.plans.plan_strategy import run_plan
 from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.ready_plans import READY_PLANS, ready_plan
 from ramify.plans.text_parts import BYTES_PER_TOKEN, ContextPart, num_bytes
@@ -150,7 +150,7 @@ class SessionPlanCall:
         if the plan cannot read the value or may exceed the budget.
         """
         plan, first, given = await asyncio.to_thread(self._prepare_plan, calls.question.context)
-        outcome = await answer_with_plan(plan, first, given, calls)
+        outcome = await run_plan(plan, first, given, calls)
         return msgspec.structs.replace(
             outcome, answer=self._encode_answer(outcome.answer, first.value)
         )
@@ -163,7 +163,7 @@ class SessionPlanCall:
         return self.title in ("map", "reduce", "ask", *_READY) or is_leaf
 
     @property
-    def gives_parts(self) -> bool:
+    def is_parts_list(self) -> bool:
         """Return True if the result of this call is a list of text parts."""
         return self.title in ("split", "peek")
 
@@ -193,7 +193,7 @@ class SessionPlanCall:
     def _encode_answer(self, answer: Any, value: Any) -> Any:
         if answer is None:
             return None
-        if self.gives_parts:
+        if self.is_parts_list:
             return [_fields(part) for part in answer]
         if self.title == "filter":
             return _kept_indices(value, answer)

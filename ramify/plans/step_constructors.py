@@ -14,8 +14,8 @@ from typing import Any, Literal
 from ramify.plans.asking_steps import (
     AskEachItem,
     AskWholeValue,
-    FilterByPartStart,
     FilterItems,
+    FilterPreviewStep,
     SplitText,
     TreeReduceStep,
 )
@@ -25,9 +25,9 @@ from ramify.plans.model_free_steps import (
     ConcatListsStep,
     CountHistogramStep,
     CountValuesStep,
-    CrossFieldValuesStep,
     DistinctValuesStep,
     JoinRecordsStep,
+    PairDistinctValuesStep,
     SetOperation,
     TakeFieldStep,
     TakeMaxItemStep,
@@ -56,7 +56,7 @@ def peek(tokens: int = 500) -> Plan:
     >>> print(plans.peek(300).steps[0].shown())
     peek at 300 tokens
     """
-    return Plan((FilterByPartStart(tokens),))
+    return Plan((FilterPreviewStep(tokens),))
 
 
 def map(leaf: Leaf) -> Plan:
@@ -133,7 +133,7 @@ def cross(
     >>> plans.cross("user", plans.Comparison("age", ">", 60)).steps[0].shown()
     'cross user (age > 60 × any)'
     """
-    return Plan((CrossFieldValuesStep(key, left, right, ordered),))
+    return Plan((PairDistinctValuesStep(key, left, right, ordered),))
 
 
 def best(by: str = "") -> Plan:

@@ -180,7 +180,7 @@ class PlannedModelCalls:
         maximum that one call reads.
         """
         num = sum(waves)
-        prompt = self.max_prompt_tokens(leaf)
+        prompt = self.max_instruction_tokens(leaf)
         self.steps.append(
             PlannedStepCalls(
                 name,
@@ -194,14 +194,14 @@ class PlannedModelCalls:
             )
         )
 
-    def max_prompt_tokens(self, leaf: Leaf) -> int:
+    def max_instruction_tokens(self, leaf: Leaf) -> int:
         """Return an upper bound on the tokens of a leaf's prompt when the value to read is empty.
 
         A leaf is one kind of model call in a plan.
         """
-        return self.max_request_tokens(leaf, "")
+        return self.prompt_token_bound(leaf, "")
 
-    def max_request_tokens(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
+    def prompt_token_bound(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
         """Return an upper bound on the tokens of the prompt that asks a leaf's question about
         ``given``."""
         text = leaf.request_text(self.question, given, is_preview=is_preview)
@@ -221,7 +221,7 @@ class PlannedModelCalls:
             self.add_bounded(name, leaf, (shape.num,), shape.is_exact, shape.max_bytes, largest)
             return
         inputs = [
-            self.max_request_tokens(leaf, item, is_preview=is_preview) for item in shape.value
+            self.prompt_token_bound(leaf, item, is_preview=is_preview) for item in shape.value
         ]
         outputs = [leaf.max_reply_tokens(item) for item in shape.value]
         if shape.num < len(inputs):

@@ -58,7 +58,7 @@ from ramify.sandbox.guest.tables import BufferNdArray as BufferNdArray
 from ramify.sandbox.guest.tables import ColumnValues as ColumnValues
 from ramify.sandbox.guest.tables import Table as Table
 from ramify.sandbox.guest.value_encoding import (
-    FileTextDigest,
+    FileTextReference,
     ValueDecoder,
     ValueEncoder,
     ValueEncodingError,
@@ -211,7 +211,7 @@ class SharedContextValue:
 
         Raises LookupError if a referenced text is not in this context.
         """
-        if isinstance(value, FileTextDigest):
+        if isinstance(value, FileTextReference):
             return _mapped_texts(self.value)[value.digest]
         if isinstance(value, list | tuple):
             return type(value)(map(self.resolve_text_references, value))
@@ -271,7 +271,7 @@ def _write_parts(fd: int, parts: list[Any]) -> None:
     write_all(fd, pieces)
 
 
-def mapped_text(
+def map_text_file(
     fd: int, path: str, on_bytes: Callable[[int], object] = lambda num_bytes: None
 ) -> FileBackedText:
     """Return an open file's text as a ``FileBackedText``, without loading it into memory.
@@ -739,7 +739,7 @@ def expect_module(sandbox: Sandbox, module: str, source: str) -> None:
         expect(module, source)
 
 
-def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
+def isolation_warning(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
     """Return a sandbox's isolation warning, or None if the configuration accepts weaker isolation.
 
     A warning of the jail is always returned, because ``allow_weaker`` accepts any tier and the
@@ -748,7 +748,7 @@ def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
     return None if spec.allow_weaker and spec.provider != "jail" else sandbox.warning
 
 
-def check_provider(spec: SandboxSpec) -> None:
+def check_provider_exists(spec: SandboxSpec) -> None:
     """Raise ConfigError if a configuration's sandbox provider does not exist.
 
     Plug-ins are imported for this check, and built-in providers are not.

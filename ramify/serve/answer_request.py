@@ -191,7 +191,7 @@ class AnswerRequest(msgspec.Struct, frozen=True):
         )
 
 
-def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def decode_request_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Decode the JSON body of a request.
 
     Raises RequestRejected, with the name of the invalid field.
@@ -472,7 +472,7 @@ class ProgressTextCollector:
             self._pending.append(text)
         self._wake.set()
 
-    async def texts(self, patience_s: float) -> AsyncGenerator[str, None]:
+    async def stream_texts(self, patience_s: float) -> AsyncGenerator[str, None]:
         """Yield pieces of progress text as they arrive, until the run ends.
 
         Nothing is yielded before the first reply of a model, so that a request that fails at once

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.typed_answers import AnswerSchema, TypeMismatch, answer_type, parse_json
+from ramify.engine.typed_answers import AnswerSchema, TypeMismatch, parse_json, to_answer_schema
 from ramify.errors import ConfigError
 from ramify.http_server.rejections import RequestRejected
 
@@ -48,7 +48,7 @@ class RequestedToolCall(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self.arguments).decode()
 
 
-class ToolCallAnswer(msgspec.Struct, frozen=True):
+class ClientToolCalls(msgspec.Struct, frozen=True):
     """An answer that consists of calls to the client's functions instead of a text."""
 
     tool_calls: tuple[RequestedToolCall, ...]
@@ -149,11 +149,11 @@ def tool_call_answer_type(
         )
     usable = tuple(tool for tool in tools if named in (None, tool.name))
     try:
-        of_value = None if schema is None else answer_type(schema, trusted=False)
+        of_value = None if schema is None else to_answer_schema(schema, trusted=False)
     except ConfigError as error:
         raise RequestRejected(str(error), param=schema_field) from None
     try:
-        calls = answer_type(_calls_schema(usable, parallel), trusted=False)
+        calls = to_answer_schema(_calls_schema(usable, parallel), trusted=False)
     except ConfigError as error:
         raise RequestRejected(str(error), param="tools") from None
     must_call = named is not None or choice == "required"
@@ -161,7 +161,7 @@ def tool_call_answer_type(
     def convert(value: Any) -> Any:
         is_call = isinstance(value, dict) and [*value] == ["tool_calls"]
         if is_call or must_call:
-            return msgspec.convert(calls.convert(value), ToolCallAnswer)
+            return msgspec.convert(calls.convert(value), ClientToolCalls)
         if of_value is not None:
             return of_value.convert(value)
         return value if isinstance(value, str) else answer_json(value)

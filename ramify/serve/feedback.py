@@ -18,7 +18,7 @@ from aiohttp import web
 from ramify.errors import StoreError
 from ramify.http_server.base_server import receive_body
 from ramify.http_server.rejections import RequestRejected
-from ramify.serve.traffic_recorder import ConversationRecorder, ReplyNotFoundError
+from ramify.serve.traffic_recorder import ReplyNotFoundError, ServedTrafficRecorder
 from ramify.store.reviews import MAX_NOTE
 
 PATH = "/v1/feedback"
@@ -34,7 +34,7 @@ class _Feedback(msgspec.Struct, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(_Feedback)
 
 
-def add_feedback_route(app: web.Application, recorder: ConversationRecorder | None) -> None:
+def add_feedback_route(app: web.Application, recorder: ServedTrafficRecorder | None) -> None:
     """Add the feedback route to a web application.
 
     Without a recorder nothing is recorded, so the route answers with an error.

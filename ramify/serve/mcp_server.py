@@ -71,7 +71,7 @@ def server(rlm: RLM, roots: Sequence[str]) -> MCPServer[Any]:
     ) -> CallToolResult:
         try:
             inside = (
-                [matches for path in paths for matches in resolve_allowed_paths(path, real)]
+                [matches for path in paths for matches in find_paths_in_roots(path, real)]
                 if paths
                 else real
             )
@@ -83,7 +83,7 @@ def server(rlm: RLM, roots: Sequence[str]) -> MCPServer[Any]:
     return app
 
 
-async def run(rlm: RLM, roots: Sequence[str]) -> None:
+async def run_stdio(rlm: RLM, roots: Sequence[str]) -> None:
     """Run the MCP server over standard input and output until the input ends."""
     app = server(rlm, roots)
     async with rlm:
@@ -91,7 +91,7 @@ async def run(rlm: RLM, roots: Sequence[str]) -> None:
         await app.run_stdio_async()
 
 
-def resolve_allowed_paths(path: str, roots: Sequence[str]) -> list[str]:
+def find_paths_in_roots(path: str, roots: Sequence[str]) -> list[str]:
     """Return the real paths of the files and folders that ``path`` names.
 
     It may contain wildcards. Paths outside the roots, the folders that may be read, are left out.
@@ -132,7 +132,7 @@ async def _answer_question(
     try:
         watch.begin(rlm.start(loaded, question, answer_type=schema, on_event=watch.add_event))
         count = 0
-        async with contextlib.aclosing(watch.texts(_PATIENCE_S)) as texts:
+        async with contextlib.aclosing(watch.stream_texts(_PATIENCE_S)) as texts:
             async for text in texts:
                 count += 1
                 await ctx.report_progress(count, message=text.strip() or None)

@@ -193,7 +193,7 @@ class MeteredRequest:
         await self._reservation.reserve()
 
     def is_still_valid(self) -> bool:
-        return self._reservation.is_still_valid()
+        return self._reservation.confirm_or_release()
 
     def settle(self, usage: Usage, cost: float | None) -> None:
         self._reservation.settle(usage, cost, "a request")

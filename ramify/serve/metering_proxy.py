@@ -224,7 +224,7 @@ class MeteringProxy:
     @asynccontextmanager
     async def _admit_request(self, http: web.Request) -> AsyncIterator[CallerModelAccess]:
         seat = self.seats[http[CALLER]]
-        with seat.track_request():
+        with seat.cancellable_request():
             yield CallerModelAccess(MeteredModel(self, seat), self._stored[seat.name])
 
     async def ask(

@@ -53,7 +53,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.serve import token_completions
 from ramify.serve.feedback import add_feedback_route
 from ramify.serve.server_metrics import METRICS_TYPE
-from ramify.serve.traffic_recorder import ConversationRecorder
+from ramify.serve.traffic_recorder import ServedTrafficRecorder
 from ramify.serve.weight_routes import WAIT_S, WeightUpdateRoutes, served_policy_info
 from ramify.types.message import Message, Reply
 
@@ -81,7 +81,7 @@ class PolicyServer:
         weight_syncs: Sequence[str] = (),
         weights_root: Path | None = None,
         wait_s: float = WAIT_S,
-        recorder: ConversationRecorder | None = None,
+        recorder: ServedTrafficRecorder | None = None,
         max_replies: int = _MAX_REPLIES,
     ) -> None:
         """Create a server for one policy.

@@ -28,7 +28,7 @@ from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import RunHandle
 from ramify.engine.run_result import Result, why_unanswered
-from ramify.engine.typed_answers import answer_type
+from ramify.engine.typed_answers import to_answer_schema
 from ramify.errors import (
     ConfigError,
     ModelError,
@@ -40,7 +40,7 @@ from ramify.errors import (
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AnswerRequest, ProgressTextCollector
 from ramify.serve.api_keys import ApiClientAccount, BudgetHold, ServerApiKeys
-from ramify.serve.client_function_tools import RequestedToolCall, ToolCallAnswer, new_call_id
+from ramify.serve.client_function_tools import ClientToolCalls, RequestedToolCall, new_call_id
 from ramify.serve.conversation_to_question import QuestionAndContext
 from ramify.serve.server_metrics import ServerMetrics
 from ramify.serve.unfinished_runs import UnfinishedRunMarkers
@@ -88,7 +88,7 @@ def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
     if is_words and not result.partial:
         failure = result.failure or ModelError(why_unanswered(result))
         raise failed_run_error(failure, str(failure), result.run_id)
-    called = result.answer if isinstance(result.answer, ToolCallAnswer) else None
+    called = result.answer if isinstance(result.answer, ClientToolCalls) else None
     shown = result.partial if is_words else result.response
     text, was_cut = (
         _cut_answer(escape_surrogates(shown), request) if called is None else ("", False)
@@ -331,7 +331,7 @@ class ActiveQuestions:
         context, query = (question, None) if prompt.context is None else (prompt.context, question)
         try:
             kind = request.offer or (
-                None if request.schema is None else answer_type(request.schema, trusted=False)
+                None if request.schema is None else to_answer_schema(request.schema, trusted=False)
             )
         except ConfigError as error:
             raise RequestRejected(str(error), param=request.schema_field) from None
@@ -363,7 +363,7 @@ class ActiveQuestions:
         self, served: ServedQuestion, caller: ApiClientAccount, options: RunOptions
     ) -> RunHandle:
         run = served.request.ramify.resume
-        recorded = self.unfinished.recorded_run(run, caller.name)
+        recorded = self.unfinished.run_to_continue(run, caller.name)
         served.paid_tokens = recorded.usage.total_tokens
         served.paid_cost = recorded.cost or 0.0
         try:

@@ -49,7 +49,7 @@ from ramify.serve.feedback import add_feedback_route
 from ramify.serve.question_serving import ActiveQuestions, ServedAnswer, ServedQuestion
 from ramify.serve.responses_api import ResponsesStreamEncoder
 from ramify.serve.server_metrics import METRICS_TYPE, ServerMetrics
-from ramify.serve.traffic_recorder import ConversationRecorder
+from ramify.serve.traffic_recorder import ServedTrafficRecorder
 
 PING = b": waiting\n\n"
 """Comment line in an event stream. Clients ignore it, but proxies keep the connection open."""
@@ -102,7 +102,7 @@ class RecursiveRunServer:
         max_runs: int | None = None,
         sampling: Sampling | None = None,
         ping_s: float = 15.0,
-        open_recorder: Callable[[Sequence[Client]], ConversationRecorder] | None = None,
+        open_recorder: Callable[[Sequence[Client]], ServedTrafficRecorder] | None = None,
     ) -> None:
         """Create a server whose answers come from the recursive language model ``rlm``.
 
@@ -130,7 +130,7 @@ class RecursiveRunServer:
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
         self._open_recorder = open_recorder
-        self._recorder: ConversationRecorder | None = None
+        self._recorder: ServedTrafficRecorder | None = None
         self._sampling = sampling or Sampling()
         self._long_chars = LONG_CHARS
         self._questions = ActiveQuestions(
@@ -326,7 +326,7 @@ class RecursiveRunServer:
             await response.write(data)
 
         try:
-            async with contextlib.aclosing(question.watch.texts(self._ping_s)) as texts:
+            async with contextlib.aclosing(question.watch.stream_texts(self._ping_s)) as texts:
                 async for text in texts:
                     await send(partial(stream.encode_progress, text) if text else lambda: PING)
             answer = await question.answer()

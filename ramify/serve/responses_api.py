@@ -28,7 +28,7 @@ from ramify.serve.answer_request import (
     RamifyRequestFields,
     Role,
     chat_message,
-    decode,
+    decode_request_body,
     response_format_schema,
 )
 from ramify.serve.client_function_tools import ClientFunctionTool, tool_call_answer_type
@@ -100,7 +100,7 @@ def parse_request(body: bytes) -> AnswerRequest:
 
     Raises RequestRejected, with the name of the invalid field.
     """
-    parsed = decode(_decoder, body)
+    parsed = decode_request_body(_decoder, body)
     refuse_unsupported(parsed, _HARMLESS)
     items = (
         [_Item(role="user", content=parsed.input)]

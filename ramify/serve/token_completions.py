@@ -141,7 +141,7 @@ async def answer_vllm_completion(client: LocalClient, body: bytes, model: str) -
         choice |= {
             "token_ids": generation.sampled_ids,
             "prompt_token_ids": ids,
-            "kept": generation.candidate_ids,
+            "kept": generation.candidate_ids_by_token,
         }
     if client.experts is not None:
         choice["routed_experts"] = encode_experts_npy(generation.routes, client.experts)

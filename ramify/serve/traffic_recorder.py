@@ -106,7 +106,7 @@ class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_policy(cls, policy: Policy) -> PolicyFactsForRecorder:
         """Collect the properties that the recorder needs from a policy loaded in this process."""
-        from ramify.models.policy_vocabulary_identity import identity_of
+        from ramify.models.policy_vocabulary_identity import policy_identity
         from ramify.models.weights import fingerprint
 
         tokenizer = policy.tokenizer
@@ -114,7 +114,7 @@ class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
             tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return cls(
-            identity=identity_of(policy),
+            identity=policy_identity(policy),
             decode=lambda ids: str(decode(list(ids))),
             placeholder=tokenizer.encode(_PLACEHOLDER, add_special_tokens=False)[-1],
             temperature=policy.defaults.temperature,
@@ -153,7 +153,7 @@ class _RecordedTurn(NamedTuple):
     turn: int
 
 
-class ConversationRecorder:
+class ServedTrafficRecorder:
     """A recorder that stores the conversations of a served policy as runs.
 
     Call its methods from one event loop, and ``close`` at the end. The files are written in a

@@ -60,7 +60,7 @@ class UnfinishedRunMarkers:
                 continue
         return runs
 
-    def recorded_run(self, run: str, caller: str) -> Trajectory:
+    def run_to_continue(self, run: str, caller: str) -> Trajectory:
         """Return the recorded run that an API client asks to continue.
 
         Raises RequestRejected if the run was started by another caller.

@@ -85,7 +85,7 @@ def check_ratio(num_bytes: int, packed_bytes: int) -> None:
         )
 
 
-def check_parts(file: InputFile, what: str, loading: SourceCollector) -> list[str]:
+def checked_member_names(file: InputFile, what: str, loading: SourceCollector) -> list[str]:
     """Check the declared sizes of the files in a zip-based document, and return their names.
 
     Parts that are unpacked as text count towards the limit. A part is never unpacked beyond its

@@ -29,7 +29,7 @@ _CONNECT_S, _REQUEST_S, _TRIES = 10, 30, 3
 _BLOCK_BYTES = 1 << 20
 
 
-class OpenBucketFile:
+class BucketObjectReader:
     """A bucket file that is open for reading.
 
     ``head`` describes the file.
@@ -90,7 +90,7 @@ def list_bucket(url: str) -> list[RemoteFileEntry]:
         return listed
 
 
-def open_file(url: str, version: str) -> OpenBucketFile:
+def open_file(url: str, version: str) -> BucketObjectReader:
     """Open one file in a cloud bucket for reading.
 
     ``version`` identifies a copy that is already on this machine, or is empty. Raises
@@ -111,7 +111,7 @@ def open_file(url: str, version: str) -> OpenBucketFile:
             info = files.get_file_info(path)
             found, size = _version(info), info.size
         head = RemoteFileInfo(size, found, found == version != "", final_url=url)
-        return OpenBucketFile(stream, head)
+        return BucketObjectReader(stream, head)
 
 
 def _version(info: Any) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ramify.sandbox.base import SharedContextValue, Table, anonymous_file
 from ramify.sources.duckdb_process import NUM_SAMPLES, query_tables
-from ramify.sources.loaded_sources import listing
+from ramify.sources.loaded_sources import join_names_abbreviated
 from ramify.sources.query_process import to_session_value
 from ramify.sources.queryable_tables import TableLocation
 from ramify.sources.session_tables import MAX_TABLES, has_duckdb, shorten_sample_value, table_name
@@ -92,8 +92,8 @@ class ContextSqlTables:
             for name in self._keys
         ]
         return (
-            f"Tables for sql(), in DuckDB's dialect: {listing(names)}; `tables` lists their "
-            "columns, rows and samples"
+            f"Tables for sql(), in DuckDB's dialect: {join_names_abbreviated(names)}; `tables` "
+            "lists their columns, rows and samples"
         )
 
     def set_context(self, context: SharedContextValue) -> None:

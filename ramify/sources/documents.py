@@ -20,7 +20,7 @@ import msgspec
 from ramify.sources.archives import (
     MACROS,
     check_count,
-    check_parts,
+    checked_member_names,
     has_macros,
     load_member,
     member_name,
@@ -58,7 +58,7 @@ def _convert_document(kind: str, file: InputFile, loading: SourceCollector) -> C
     what, module = _WHAT[kind]
     if importlib.util.find_spec(module) is None:
         raise UnreadableSourceError(f"is {what}", missing_library_advice())
-    parts = check_parts(file, what.partition(" ")[2], loading) if kind in _ZIPPED else []
+    parts = checked_member_names(file, what.partition(" ")[2], loading) if kind in _ZIPPED else []
     found = convert_document(kind, what, file, loading)
     if has_macros(parts):
         return msgspec.structs.replace(found, detail=f"{found.detail}; {MACROS}")

@@ -32,7 +32,7 @@ from ramify.sources.url_recognition import RemoteFileEntry, RemoteFileInfo, is_w
 
 if TYPE_CHECKING:
     from ramify.http_client.http_transport import HttpConnectionPool
-    from ramify.sources.bucket_files import OpenBucketFile
+    from ramify.sources.bucket_files import BucketObjectReader
     from ramify.sources.http_download import OpenDownload
 
 ANSWER_S = 60.0
@@ -190,7 +190,7 @@ class _OpenFiles:
         self._runner = runner
         self._pool: HttpConnectionPool | None = None
         self._web: dict[str, OpenDownload] = {}
-        self._buckets: dict[str, OpenBucketFile] = {}
+        self._buckets: dict[str, BucketObjectReader] = {}
 
     def open(self, asked: FetchRequest) -> RemoteFileInfo:
         self.close(asked.url)

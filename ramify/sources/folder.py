@@ -137,7 +137,7 @@ class _Walk:
         try:
             if suffix in BINARY_SUFFIXES and not is_picture:
                 raise UnreadableSourceError("is binary")
-            with self._loading.undo_if_oversized():
+            with self._loading.discarding_oversized_file():
                 self._read_file(path, name, is_picture)
         except UnreadableSourceError as error:
             self._loading.report_problem(self._prefix + name, str(error))

@@ -26,7 +26,7 @@ import msgspec
 
 from ramify.errors import SourceError
 from ramify.nearest_name import nearest_name
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.sources.database_urls import is_database_url, without_password
 from ramify.sources.file_kinds import InputFile, read_file, read_regular
 from ramify.sources.loaded_sources import (
@@ -36,7 +36,7 @@ from ramify.sources.loaded_sources import (
     SourceCollector,
     UnreadableSource,
     UnreadableSourceError,
-    listing,
+    join_names_abbreviated,
 )
 from ramify.sources.mapped_files import read_mapped
 from ramify.sources.url_recognition import (
@@ -91,7 +91,7 @@ def load(
     remote = [path for path in expanded if is_remote(path)]
     expanded = [path for path in expanded if not (is_database_url(path) or is_remote(path))]
     labels = _labels(expanded) if expanded else []
-    with report_progress("reading", unit="bytes") as work:
+    with track_progress("reading", unit="bytes") as work:
         loading = SourceCollector(
             MAX_BYTES if max_bytes is None else max_bytes,
             max_file_s,
@@ -109,7 +109,7 @@ def load(
             _read_server(url, is_alone, loading)
     if not (expanded or remote):
         single = len(servers) == 1
-    names = list(map(recorded_name, names))
+    names = list(map(redacted_name, names))
     loaded = _finish(loading, names, single)
     paths = [
         name if name == _STDIN or "://" in name else str(Path(name).expanduser().absolute())
@@ -150,7 +150,7 @@ def _read_server(url: str, is_alone: bool, loading: SourceCollector) -> None:
         loading.report_problem(without_password(url), str(error))
 
 
-def recorded_name(name: str) -> str:
+def redacted_name(name: str) -> str:
     """Return a source's name without passwords, logins and keys, for recording in a run."""
     return reloadable_redacted_url(name) if is_remote(name) else without_password(name)
 
@@ -174,7 +174,7 @@ def reload_recorded_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any
     try:
         loaded = load(paths, **options).tools
     except SourceError as error:
-        raise SourceError(f"{used} {listing(paths)}: {error}") from None
+        raise SourceError(f"{used} {join_names_abbreviated(paths)}: {error}") from None
     return {name: loaded[name] for name in names if name in loaded}
 
 
@@ -285,7 +285,7 @@ def _read_path(
     try:
         if path == _STDIN:
             stream = stdin if stdin is not None else sys.stdin.buffer
-            with loading.undo_if_oversized():
+            with loading.discarding_oversized_file():
                 data = _drain(stream, shown, loading)
                 if not data and not is_alone:
                     raise UnreadableSourceError("is empty")
@@ -295,7 +295,7 @@ def _read_path(
 
             read_folder(Path(path), f"{label}/" if label not in ("", ".") else "", loading)
         else:
-            with loading.undo_if_oversized():
+            with loading.discarding_oversized_file():
                 _read_one(path, label, loading)
     except UnreadableSourceError as error:
         if is_alone:
@@ -382,7 +382,9 @@ def _drain(stream: BinaryIO, name: str, loading: SourceCollector) -> bytes:
 def _finish(loading: SourceCollector, names: list[str], single: bool) -> LoadedContext:
     chars = sum(item.chars for item in loading.items)
     if chars == 0 and not loading.pictures:
-        shown = listing(["standard input" if name == _STDIN else name for name in names])
+        shown = join_names_abbreviated(
+            ["standard input" if name == _STDIN else name for name in names]
+        )
         raise SourceError(f"{shown} {_why_empty(loading, single)}")
     items = sorted(loading.items, key=lambda item: item.name)
     values: dict[str, Any] = {**loading.texts, **loading.picture_values}

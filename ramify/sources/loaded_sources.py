@@ -205,11 +205,13 @@ class LoadedContext(msgspec.Struct, frozen=True):
         else:
             lines = [
                 f"Kinds: {_by_suffix(self.items)}",
-                f"Names: {listing([repr(item.name) for item in self.items])}",
+                f"Names: {join_names_abbreviated([repr(item.name) for item in self.items])}",
                 *(f"{item.name!r}: {item.detail}" for item in self.items[:200] if item.detail),
             ][: 2 + _SHOWN]
         if self.tools.get("tables"):
-            names = listing([f"{each['name']} ({each['file']!r})" for each in self.tools["tables"]])
+            names = join_names_abbreviated(
+                [f"{each['name']} ({each['file']!r})" for each in self.tools["tables"]]
+            )
             lines.append(
                 f"Tables for sql(), in {self.dialect}'s dialect: {names}; `tables` lists their "
                 "columns, rows and samples"
@@ -276,7 +278,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
         for problem in self.problems:
             reasons.setdefault(problem.reason, []).append(problem.name)
         lines = [
-            f"not loaded ({len(names):,}), {reason}: {listing(names)}"
+            f"not loaded ({len(names):,}), {reason}: {join_names_abbreviated(names)}"
             for reason, names in reasons.items()
         ]
         lines += [
@@ -290,11 +292,11 @@ class LoadedContext(msgspec.Struct, frozen=True):
             if note:
                 no_tables.setdefault(reason.rpartition(")")[0], []).append(item.name)
         lines += [
-            f"{NO_TABLE} ({len(names):,}), {_with_command(reason)}: {listing(names)}"
+            f"{NO_TABLE} ({len(names):,}), {_with_command(reason)}: {join_names_abbreviated(names)}"
             for reason, names in no_tables.items()
         ]
         lines += [
-            f"left out ({len(names):,}), {reason}: {listing(names)}"
+            f"left out ({len(names):,}), {reason}: {join_names_abbreviated(names)}"
             for reason, names in self.left_out.items()
         ]
         return [replace_unprintable(line) for line in lines]
@@ -368,7 +370,7 @@ class SourceCollector:
         """Number of bytes read before the current file."""
 
     @contextlib.contextmanager
-    def undo_if_oversized(self) -> Iterator[None]:
+    def discarding_oversized_file(self) -> Iterator[None]:
         """Undo additions to the context if the ``with`` block raises OversizedSourceError.
 
         If the file turns out to be too large, everything that it added is removed.
@@ -497,7 +499,7 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 10_000_000 else f"{num_bytes:,} bytes"
 
 
-def listing(names: list[str]) -> str:
+def join_names_abbreviated(names: list[str]) -> str:
     """Join names for a message, and abbreviate a long list as in ``a, b, c and 12 more``."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
@@ -522,4 +524,4 @@ def _by_suffix(items: Sequence[LoadedSourceInfo | UnreadableSource]) -> str:
     """Return how many files have each suffix, as in ``1,204 .py, 30 .txt, 2 other``."""
     names = [item.name.rpartition("/")[2].rpartition(".") for item in items]
     counts = Counter(f".{suffix}" if stem else "other" for stem, _, suffix in names)
-    return listing([f"{count:,} {suffix}" for suffix, count in counts.most_common()])
+    return join_names_abbreviated([f"{count:,} {suffix}" for suffix, count in counts.most_common()])

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.format_quantities import pluralize
-from ramify.sandbox.base import FileBackedText, mapped_text
+from ramify.sandbox.base import FileBackedText, map_text_file
 from ramify.sources.file_kinds import HEAD_BYTES, bom_encoding, describe, is_binary, kind_of
 from ramify.sources.loaded_sources import NOT_UTF8, SourceCollector, UnreadableSourceError
 
@@ -53,7 +53,7 @@ def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.
         if is_binary(head):
             raise UnreadableSourceError("is binary")
         loading.count_mapped(status.st_size, name)
-        text = mapped_text(
+        text = map_text_file(
             fd, os.path.realpath(path), lambda read: loading.show_progress(read, name)
         )
     finally:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.progress import ProgressReporter, report_progress
+from ramify.progress import ProgressReporter, track_progress
 from ramify.sources.archives import is_hidden
 from ramify.sources.download_cache import CachedDownload, DownloadCache
 from ramify.sources.fetch_process import FetchProcess
@@ -87,7 +87,7 @@ def fetch_files(
         fetching = _Fetching(process, cache, loading, is_single)
         wanted = fetching.listed(asked)
         total = _check_total(wanted, loading)
-        with report_progress("fetching", total=total or None, unit="bytes") as work:
+        with track_progress("fetching", total=total or None, unit="bytes") as work:
             found = [each for one in wanted if (each := fetching.fetched(one, work))]
     cache.prune()
     return found

@@ -131,7 +131,7 @@ def _cut_position(text: str, start: int) -> int:
     return space + 1 if space >= 0 else end
 
 
-def unit_at(text: Text, start: int, shape: Shape) -> tuple[int, int]:
+def unit_starting_at(text: Text, start: int, shape: Shape) -> tuple[int, int]:
     """Return the start and end of the search unit that begins at the given position."""
     window = text[start : start + LOOK_AHEAD + 1]
     is_last = start + len(window) >= len(text)

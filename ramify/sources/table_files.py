@@ -8,7 +8,7 @@ defines how the rows are queried.
 from __future__ import annotations
 
 from ramify.format_quantities import pluralize
-from ramify.sources.archives import MACROS, check_parts, has_macros
+from ramify.sources.archives import MACROS, checked_member_names, has_macros
 from ramify.sources.file_kinds import InputFile
 from ramify.sources.loaded_sources import (
     DocumentPartLocation,
@@ -40,7 +40,7 @@ def read_duckdb(file: InputFile, loading: SourceCollector) -> None:
 
 
 def read_xlsx(file: InputFile, loading: SourceCollector) -> None:
-    parts = check_parts(file, "xlsx file", loading)
+    parts = checked_member_names(file, "xlsx file", loading)
     infos = _infos(file, "xlsx", loading)
     if not infos:
         raise UnreadableSourceError("is a workbook without cells", "name one that has some")

@@ -35,7 +35,7 @@ from ramify.sources.search_units import (
     citation_place,
     detect_segmentation,
     replace_surrogates,
-    unit_at,
+    unit_starting_at,
 )
 from ramify.sources.text_chunks import chunks
 
@@ -182,7 +182,7 @@ class TextSearchTool:
         name = self._names[number]
         text = self._texts[name]
         layout = self._layout(name)
-        start, end = unit_at(text, at - self._starts[number], layout.shape)
+        start, end = unit_starting_at(text, at - self._starts[number], layout.shape)
         shown = name if isinstance(name, str) else f"[{name!r}]"
         place = citation_place(shown, text, start, self._line_number(name, start), layout)
         hit = {"place": place, "text": text[start:end].strip("\r\n"), "score": score}

@@ -117,7 +117,7 @@ def reserve_disk_space(root: Path) -> None:
     When the disk becomes full, the reserve is freed for replies that still arrive.
     """
     path = root / _RESERVE
-    if reserve_file_size(root) >= RESERVE_BYTES:
+    if disk_reserve_bytes(root) >= RESERVE_BYTES:
         return
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT, FILE_MODE)
@@ -130,7 +130,7 @@ def reserve_disk_space(root: Path) -> None:
         release_reserve(root)
 
 
-def reserve_file_size(root: Path) -> int:
+def disk_reserve_bytes(root: Path) -> int:
     """Return the size in bytes of the reserve file of the store at ``root``, or 0 if there is none.
 
     The file keeps disk space free for the store.
@@ -183,7 +183,7 @@ class StoreSizeMonitor:
 
         The result is cached for ``warn_if_full``.
         """
-        total = sum(_file_sizes(self._root)) - reserve_file_size(self._root)
+        total = sum(_file_sizes(self._root)) - disk_reserve_bytes(self._root)
         data = msgspec.json.encode(_Size(total, self._now()))
         try:
             fd = os.open(

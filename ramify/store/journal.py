@@ -357,14 +357,14 @@ def checksum_chain_at_end(fd: int, path: Path) -> ChecksumChain:
     size = os.fstat(fd).st_size
     chain, tail = ChecksumChain(), os.pread(fd, 64, max(0, size - 64))[:-1]
     if has_checksum(tail):
-        chain.advance(tail)
+        chain.advance_past_line(tail)
         return chain
     # In a journal of an earlier version: the next checksum also covers all of its lines.
     for number, line in enumerate(lines(path), start=1):
         problem = chain.damage_reason(line)
         if problem and not has_checksum(line):
             raise damaged_line_error(FileStoredRun(path), number, problem)
-        chain.advance(line)
+        chain.advance_past_line(line)
     return chain
 
 
@@ -629,7 +629,7 @@ def decode_line(
     except CANNOT_DECODE as error:
         raise damaged_line_error(run, number, error) from error
     if chain is not None:
-        chain.advance(line)
+        chain.advance_past_line(line)
     return event
 
 

@@ -71,14 +71,14 @@ class ChecksumChain:
             return ""
         problem = self.damage_reason(line)
         if not problem:
-            self.advance(line)
+            self.advance_past_line(line)
         return problem
 
     def does_line_follow(self, line: bytes, crc: int) -> bool:
         """Return True if ``line`` directly follows a journal line that has the checksum ``crc``."""
         return line.endswith(_tail(crc32(line[:-_NUM_BYTES], crc)))
 
-    def advance(self, line: bytes) -> None:
+    def advance_past_line(self, line: bytes) -> None:
         """Advance past a journal line that may be damaged, and continue with the checksum in the
         line."""
         if has_checksum(line):

@@ -125,7 +125,7 @@ class RunEventIndex:
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[RequestAttemptFailed]] = {}
         self._held: dict[Key, None] = {}
-        """Keys of the recorded events that ``must_not_append`` cannot find in another index."""
+        """Keys of the recorded events that ``is_event_suppressed`` cannot find in another index."""
         self._booked: set[tuple[str, int]] = set()
         """(call, turn) of each request without a reply whose last attempt is already accounted
         for."""
@@ -221,7 +221,7 @@ class RunEventIndex:
                 "or context have changed, so start a new run"
             )
 
-    def num_reused_token_ids(self, call: str, turn: int) -> int:
+    def num_prefix_ids_reused(self, call: str, turn: int) -> int:
         """Return how many of the first token ids in this turn's prompt come from earlier turns."""
         return self._replies[call, turn].reused_ids
 
@@ -308,7 +308,7 @@ class RunEventIndex:
             )
         return recorded
 
-    def must_not_append(self, event: AnyEvent) -> bool:
+    def is_event_suppressed(self, event: AnyEvent) -> bool:
         """Return True if a resumed run must not write this event to its journal.
 
         Either the journal already contains the event, or the run has diverged. In that case, the
@@ -368,7 +368,7 @@ class RunEventIndex:
                     below.append(child)
         self._forget(cut, is_recorded=False)
 
-    def continue_past_interruption(self) -> None:
+    def discard_unanswered_request(self) -> None:
         """Discard the last request of a cancelled run if it has no reply."""
         for (id, turn), request in list(self._requests.items()):
             is_unanswered = request.last_word is Stop.CANCELLED and (id, turn) not in self._replies

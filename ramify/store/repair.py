@@ -129,7 +129,7 @@ def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheckRes
             check.num_damaged += 1
             if len(check.damage) < _MAX_NAMED:
                 check.damage.append(JournalLineDamage(number, offset, reason))
-        chain.advance(line)
+        chain.advance_past_line(line)
         crcs.append(chain.crc)
         check.num_lines, check.num_checked = number, check.num_checked + has_checksum(line)
         offset += len(line) + 1

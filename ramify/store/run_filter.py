@@ -148,7 +148,7 @@ def origin_of(run: RunSummary) -> str:
     return "evaluation" if run.task else "asked"
 
 
-def stop_reason(run: RunSummary) -> str:
+def run_status(run: RunSummary) -> str:
     """Return the reason why a run stopped, or ``"unreadable"``, ``"running"`` or
     ``"interrupted"``.
     """
@@ -167,7 +167,7 @@ _NUMBERS: Mapping[str, Number] = {
 }
 _TIMES: Mapping[str, Number] = {"when": lambda run: run.started_at}
 _TEXTS: Mapping[str, Text] = {
-    "stop": stop_reason,
+    "stop": run_status,
     "model": lambda run: run.model,
     "task": lambda run: run.task,
     "question": lambda run: run.question,
@@ -188,7 +188,7 @@ GROUPS = ("origin", "task", "model", "stop", "label", "question")
 
 
 def _words_of(run: RunSummary) -> str:
-    stop = stop_reason(run)
+    stop = run_status(run)
     review = [*run.review.labels_and_verdict, run.review.note] if run.review else []
     parts = [run.question, run.model, stop, stop.replace("_", " "), run.id, run.task]
     return " ".join([*parts, run.answer or "", *review, run.problem or ""]).lower()

@@ -19,7 +19,7 @@ from ramify.store.textless_events import (
     TextlessCellRan,
     TextlessReplyReceived,
     TextlessRequestStarted,
-    decode_textless_events,
+    decode_event_outlines,
 )
 from ramify.types.event import (
     CallEnded,
@@ -88,7 +88,7 @@ def summarise(run: StoredRun) -> RunSummary:
     summary, number, chain = RunSummary(run.id), 0, ChecksumChain()
     try:
         for block in run.line_blocks():
-            for event, num_bytes in decode_textless_events(block, run, chain):
+            for event, num_bytes in decode_event_outlines(block, run, chain):
                 number += 1
                 if isinstance(event, DamagedJournalLine):
                     raise damaged_line_error(run, number, event.reason)

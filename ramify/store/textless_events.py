@@ -106,7 +106,7 @@ class TextlessCellRan(Event, frozen=True, gc=False, tag="CellRan"):
 
 
 @check_struct_subset(ToolAnswered)
-class TextlessToolAnswered(Event, frozen=True, gc=False, tag="ToolAnswered"):
+class ToolAnsweredSummary(Event, frozen=True, gc=False, tag="ToolAnswered"):
     """A "tool answered" event without its arguments and result."""
 
     call: str
@@ -120,7 +120,7 @@ AnyEventOutline = (
     | RequestAttemptFailed
     | TextlessReplyReceived
     | TextlessCellRan
-    | TextlessToolAnswered
+    | ToolAnsweredSummary
     | NoteAdded
     | ModeChosen
     | CallEnded
@@ -142,7 +142,7 @@ def _decoder() -> msgspec.json.Decoder[AnyEventOutline]:
 _FIRST = b'{"type":"RunStarted"'
 
 
-def decode_textless_event(line: bytes, run: StoredRun) -> AnyEventOutline:
+def decode_event_outline(line: bytes, run: StoredRun) -> AnyEventOutline:
     """Decode one line of a run into a textless event.
 
     Raises StoreError if a newer version of Ramify wrote the line, and an error of ``CANNOT_DECODE``
@@ -159,7 +159,7 @@ class DamagedJournalLine(msgspec.Struct, frozen=True):
     reason: str
 
 
-def decode_textless_events(
+def decode_event_outlines(
     block: bytes, run: StoredRun, chain: ChecksumChain
 ) -> Iterator[tuple[AnyEventOutline | DamagedJournalLine, int]]:
     """Decode a block of complete lines of ``run`` into textless events.
@@ -174,7 +174,7 @@ def decode_textless_events(
     for line, event in zip(lines, _decode_block(block, lines, run), strict=True):
         problem = chain.damage_reason(line)
         yield DamagedJournalLine(problem) if problem else event, len(line) + 1
-        chain.advance(line)
+        chain.advance_past_line(line)
 
 
 def _decode_block(
@@ -194,7 +194,7 @@ def _one_by_one(
 ) -> Iterator[AnyEventOutline | DamagedJournalLine]:
     for line in lines:
         try:
-            yield decode_textless_event(line, run)
+            yield decode_event_outline(line, run)
         except CANNOT_DECODE as error:
             yield DamagedJournalLine(str(error))
 
@@ -203,7 +203,7 @@ def _one_by_one(
 
 
 @check_struct_subset(Turn)
-class TurnPlaceholder(msgspec.Struct):
+class CountOnlyTurn(msgspec.Struct):
     """A turn without any fields, used if only the number of turns matters.
 
     Listings only count the turns.
@@ -216,7 +216,7 @@ class CallOutline(msgspec.Struct):
 
     model: str
     depth: int = 0
-    turns: list[TurnPlaceholder] = []
+    turns: list[CountOnlyTurn] = []
 
 
 @check_struct_subset(Trajectory)

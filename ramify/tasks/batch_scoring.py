@@ -31,7 +31,7 @@ class BatchScoredTask(Protocol):
     It adds two methods to ``Task``.
 
     Example:
-        def is_scored_by_step(self, item): return True
+        def is_batch_scored(self, item): return True
         def score_step(self, rollouts): return [Score({"correct": 1.0}) for _ in rollouts]
     """
 
@@ -44,7 +44,7 @@ class BatchScoredTask(Protocol):
         ...
 
 
-def is_scored_by_step(task: Task, item: Item) -> bool:
+def is_batch_scored(task: Task, item: Item) -> bool:
     """Return True if a task must score all rollouts of ``item`` in a training step together."""
     return isinstance(task, BatchScoredTask) and task.is_scored_by_step(item)
 

@@ -41,7 +41,7 @@ from ramify.tasks.base import (
     items_of,
     task_of,
 )
-from ramify.tasks.batch_scoring import batch_scores, is_scored_by_step
+from ramify.tasks.batch_scoring import batch_scores, is_batch_scored
 from ramify.types.trajectory import RolloutGroupOutcome, Trajectory
 
 _PERIOD = 1000
@@ -110,7 +110,7 @@ class TaskMixture(msgspec.Struct, frozen=True):
 
     def is_scored_by_step(self, item: Item) -> bool:
         part, own = _part_and_item(item)
-        return is_scored_by_step(self.tasks[part], own)
+        return is_batch_scored(self.tasks[part], own)
 
     def score_step(
         self, rollouts: Sequence[tuple[Item, Trajectory]]

@@ -19,7 +19,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.tasks.base import SPLITS, Item, Task, items_of, total
-from ramify.tasks.batch_scoring import EndedRollout, is_scored_by_step, score_batch_with_timeout
+from ramify.tasks.batch_scoring import EndedRollout, is_batch_scored, score_batch_with_timeout
 from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.types.trajectory import Call, Stop, Trajectory
 
@@ -70,7 +70,7 @@ def validate(
         for index in range(min(num, len(items))):
             item = items[index]
             is_proved = validate_item(task, item, gold=gold, score_s=score_s)
-            if is_proved and is_scored_by_step(task, item):
+            if is_proved and is_batch_scored(task, item):
                 together += [
                     (item, answer_only_trajectory(item, each))
                     for each in (_right_answer(task, item), WRONG)

@@ -141,7 +141,7 @@ class ScriptedServer:
     @property
     def num_connections(self) -> int:
         """Number of open connections."""
-        return self._http.num_connections
+        return self._http.num_open_connections
 
     async def __aenter__(self) -> ScriptedServer:
         await self._http.start()
@@ -268,7 +268,7 @@ class ScriptedServer:
         return task.add_done_callback(self._tasks.discard)
 
     async def _send_slowly(self, exchange: PendingMockRequest, events: list[bytes]) -> None:
-        exchange.begin("text/event-stream")
+        exchange.begin_streamed_response("text/event-stream")
         for event in events:
             exchange.send_piece(event)
             await asyncio.sleep(self.piece_s)
@@ -282,7 +282,7 @@ class ScriptedServer:
         chunks = completion_stream_chunks(
             completion_body(Reply(Message("assistant", text)), parsed.model), 8, False
         )
-        exchange.begin("text/event-stream")
+        exchange.begin_streamed_response("text/event-stream")
         exchange.send_piece(b"".join(map(_event, chunks[: len(chunks) // 2])))
         exchange.drop()
 

@@ -23,7 +23,7 @@ signals.
     processes       TrainerComputeSpec OptimizerSpec FsdpSpec PlacementSpec NodePoolSpec RoleSpec
     a loop          TaskRolloutRunner token_sequences pack SingleBackend FsdpRanks TokenSequence
                     Batch Group
-    afterwards      read_metrics StepMetrics read_group_records GroupOutcomeSummary
+    afterwards      read_metrics StepMetrics read_group_records RolloutGroupOutcomes
 
 Importing this package loads no tensor library. These are all the public names (``__all__``);
 modules below this package are private.

@@ -6,7 +6,7 @@ from ramify.extras.studies.hindsight_hints import FeedbackHints as FeedbackHints
 from ramify.extras.studies.hindsight_hints import HindsightHints as HindsightHints
 from ramify.extras.studies.hindsight_hints import HintAcceptanceRules as HintAcceptanceRules
 from ramify.extras.studies.hindsight_hints import NextMessageHintSource as NextMessageHintSource
-from ramify.extras.studies.hindsight_hints import SolutionHints as SolutionHints
+from ramify.extras.studies.hindsight_hints import SolutionHintSource as SolutionHintSource
 from ramify.extras.studies.programs.judges import OracleJudge as OracleJudge
 from ramify.extras.studies.programs.judges import ProgramErrorJudge as ProgramErrorJudge
 from ramify.extras.studies.programs.judges import RuleHintJudge as RuleHintJudge
@@ -68,7 +68,7 @@ from ramify.train.data.pack import pack as pack
 from ramify.train.data.rollout_sequences import token_sequences as token_sequences
 from ramify.train.execute import train as train
 from ramify.train.findings import CollapseAlarms as CollapseAlarms
-from ramify.train.hub_publication import PublishedPolicy as PublishedPolicy
+from ramify.train.hub_publication import PublishedPolicyLocations as PublishedPolicyLocations
 from ramify.train.hub_publication import publish as publish
 from ramify.train.losses import POLICY_LOSSES as POLICY_LOSSES
 from ramify.train.losses.base import BaseLossFormula as BaseLossFormula
@@ -118,7 +118,7 @@ from ramify.train.recipe import load_recipe as load_recipe
 from ramify.train.rollouts.group_queue import RolloutBatchSpec as RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions as RolloutOptions
 from ramify.train.rollouts.rollouter import TaskRolloutRunner as TaskRolloutRunner
-from ramify.train.run_record import GroupOutcomeSummary as GroupOutcomeSummary
+from ramify.train.run_record import RolloutGroupOutcomes as RolloutGroupOutcomes
 from ramify.train.run_record import read_group_records as read_group_records
 from ramify.train.sft_training_data import demonstrate as demonstrate
 from ramify.train.signals.base import Judge as Judge

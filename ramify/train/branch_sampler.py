@@ -160,7 +160,7 @@ class BranchSampler:
         return turn in where
 
 
-def rollout_fork_arguments(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
+def branch_sampling_arguments(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
     """Return the arguments that make a rollout fork as specified in ``options``.
 
     Returns no arguments if ``options`` is None. ``limits`` are those of a rollout without forks,

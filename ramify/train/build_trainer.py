@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ramify.actors.launcher import Launcher, register_cleanup
+from ramify.actors.launcher import Launcher, add_to_exit_stack
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.store.folder_store import Store
 from ramify.store.reply_cache import ModelReplyCache
 from ramify.tasks.base import items_of
@@ -101,17 +101,17 @@ async def opened_trainer(
         torch.set_num_threads(parts.run.threads)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(_interpreter_for_training())
-        with report_progress("preparing", note="engine and sandbox"):
+        with track_progress("preparing", note="engine and sandbox"):
             hosts = await reserve_machines(parts, out, stack)
             # Closed after the engines: one that comes back asks for the trained weights.
             models = await stack.enter_async_context(contextlib.AsyncExitStack())
             rollouts = await open_rollouts(parts, out, hosts, stack)
         trained = model_to_train(parts, out, hosts)
-        register_cleanup(models, "trained", trained.close)
+        add_to_exit_stack(models, "trained", trained.close)
         weights = PolicyWeightTransfer(parts.policy, parts.serving, rollouts.client, trained)
         teachers = teachers_of(parts, rollouts, out, trained, weights)
         if teachers is not None:
-            register_cleanup(stack, "teachers", teachers.close)
+            add_to_exit_stack(stack, "teachers", teachers.close)
         record = _make_recorder(parts, rollouts, out, trained, listener)
         watch = StallWatchdog(
             out, parts.run.stall_s, others=getattr(trained, "stack_traces", None), on_stall=on_stall
@@ -239,7 +239,7 @@ def _learner(
     publisher = WeightPublisher(weights, wiring.record, wiring.thread, check, wiring.name)
     if not isinstance(audited.client, LocalClient):
         engines: HttpEngineClient = audited.client  # type: ignore[assignment]
-        engines.membership.on_return = partial(
+        engines.availability.on_return = partial(
             publisher.sync_rejoined_engines, weights.sync_rejoined_engines
         )
     starts_at_base = parts.run.warmup is None and parts.run.sft is None
@@ -269,7 +269,7 @@ def _other_learners(
     for name, (engine, audited) in rollouts.others.items():
         own = parts.others[name]
         trained = model_to_train(own, out / f"dumps-{name}")
-        register_cleanup(models, f"trained.{name}", trained.close)
+        add_to_exit_stack(models, f"trained.{name}", trained.close)
         weights = PolicyWeightTransfer(own.policy, own.serving, engine, trained)
         source = main.weights if parts.run.policies[name].policy is None else None
         own_wiring = wiring._replace(model=engine.name, name=name)

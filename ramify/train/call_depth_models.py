@@ -186,7 +186,7 @@ def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
             )
 
 
-def check_frozen_models(depths: Sequence[DepthSpec], frozen: FrozenModelBudget) -> None:
+def check_frozen_model_access(depths: Sequence[DepthSpec], frozen: FrozenModelBudget) -> None:
     """Raise ConfigError if a frozen model lacks an API key, or a known price although costs are
     limited."""
     pool = RateLimitedClientPool()

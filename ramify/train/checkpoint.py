@@ -36,7 +36,7 @@ from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
 from ramify.store.journal import WriterProcessId, this_process
 from ramify.train.config_overrides import migrate_config
-from ramify.train.config_redaction import check_bounds
+from ramify.train.config_redaction import check_field_bounds
 from ramify.train.training_guard import TrainingGuardState
 
 _log = ComponentLogger("train")
@@ -111,8 +111,8 @@ class CheckpointStore:
     """The checkpoints of a training run, stored in the run's folder."""
 
     def __init__(self, out: Path, keep_last: int = 2, keep_best: int = 1) -> None:
-        check_bounds("schedule", least=1, keep_last=keep_last)
-        check_bounds("schedule", least=0, keep_best=keep_best)
+        check_field_bounds("schedule", least=1, keep_last=keep_last)
+        check_field_bounds("schedule", least=0, keep_best=keep_best)
         self.folder = out / FOLDER
         self._keep_last = keep_last
         self._keep_best = keep_best

@@ -28,12 +28,12 @@ import msgspec
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.plugins import check_methods, names_to_import_locations
+from ramify.plugins import check_methods, replace_names_with_import_locations
 from ramify.sandbox.base import (
     AnySandboxSpec,
     JailSpec,
     SandboxSpec,
-    check_provider,
+    check_provider_exists,
     provider_spec,
 )
 from ramify.tasks.base import DATA_SUFFIXES
@@ -43,7 +43,7 @@ from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import OptimizerSpec, TrainerComputeSpec
 from ramify.train.call_depth_models import DepthSpec, FrozenModelBudget, check_depths
 from ramify.train.config_overrides import Choices
-from ramify.train.config_redaction import check_bounds, check_none_or_positive, redact_config
+from ramify.train.config_redaction import check_field_bounds, check_none_or_positive, redact_config
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.named_objectives import (
@@ -97,8 +97,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         check_none_or_positive(
             "schedule", "only at the stage's end", evaluate_every=self.evaluate_every
         )
-        check_bounds("schedule", least=1, keep_last=self.keep_last)
-        check_bounds("schedule", least=0, keep_best=self.keep_best)
+        check_field_bounds("schedule", least=1, keep_last=self.keep_last)
+        check_field_bounds("schedule", least=0, keep_best=self.keep_best)
 
 
 class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -226,7 +226,7 @@ class InductionWarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
             raise ConfigError(
                 f"warmup.steps={self.steps} must be at least 1; for no warm-up set warmup to null"
             )
-        check_bounds("warmup", least=1, batch_tokens=self.batch_tokens)
+        check_field_bounds("warmup", least=1, batch_tokens=self.batch_tokens)
 
 
 class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -263,7 +263,7 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if not self.demos and not self.trajectories:
             raise ConfigError("sft has nothing to learn from: give demos or trajectories")
         given = {"num": self.num, "epochs": self.epochs, "batch_tokens": self.batch_tokens}
-        check_bounds("sft", least=1, **given)
+        check_field_bounds("sft", least=1, **given)
 
 
 class CriticSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -395,10 +395,10 @@ class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         validation = self.num if self.validation is None else self.validation
-        check_bounds(
+        check_field_bounds(
             "evaluate", least=1, num=self.num, validation=validation, attempts=self.attempts
         )
-        check_bounds("evaluate", above=0, temperature=self.temperature)
+        check_field_bounds("evaluate", above=0, temperature=self.temperature)
         if not 0 <= self.max_failed <= 1:
             raise ConfigError(
                 f"evaluate.max_failed={self.max_failed} is a share of attempts: from 0 to 1"
@@ -520,7 +520,7 @@ def with_sandbox(run: Run, provider: str) -> Run:
     Limits that all providers have in common keep their values.
     """
     common = {name: getattr(run.sandbox, name) for name in SandboxSpec.__struct_fields__}
-    check_provider(spec := SandboxSpec(**{**common, "provider": provider}))
+    check_provider_exists(spec := SandboxSpec(**{**common, "provider": provider}))
     return msgspec.structs.replace(run, sandbox=provider_spec(spec))
 
 
@@ -549,7 +549,7 @@ def to_plain_data(run: Run) -> dict[str, Any]:
         ) from error
     if run.rl is not None:
         rl = data["rl"]
-        names_to_import_locations(run.rl.algorithm, rl["algorithm"])
-        names_to_import_locations(run.rl.loss.policy, rl["loss"]["policy"])
-        names_to_import_locations(run.rl.loss.corrections, rl["loss"]["corrections"])
+        replace_names_with_import_locations(run.rl.algorithm, rl["algorithm"])
+        replace_names_with_import_locations(run.rl.loss.policy, rl["loss"]["policy"])
+        replace_names_with_import_locations(run.rl.loss.corrections, rl["loss"]["corrections"])
     return redact_config(data)

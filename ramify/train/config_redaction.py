@@ -17,9 +17,9 @@ give its recipe. Secrets under names that do not mark them are not found.
     check_none_or_positive("optim", "never", max_grad_norm=0.0)
     ConfigError: optim.max_grad_norm=0 must be above 0; give null for never
 
-``check_types`` checks what the constructors of a recipe do not, the types of all fields:
+``check_field_types`` checks what the constructors of a recipe do not, the types of all fields:
 
-    check_types(Run(…, optim=OptimizerSpec(kind="adam")))
+    check_field_types(Run(…, optim=OptimizerSpec(kind="adam")))
     ConfigError: rl.optim.kind='adam': Invalid enum value 'adam': did you mean 'adamw'? known: …
 
 Configurations of earlier versions, in which 0 had that meaning, are converted by
@@ -117,7 +117,7 @@ def check_none_or_positive(owner: str, null: str, **values: float | None) -> Non
             raise ConfigError(f"{owner}.{name}={value:g} must be above 0; give null for {null}")
 
 
-def check_bounds(
+def check_field_bounds(
     owner: str, *, least: float | None = None, above: float | None = None, **values: float
 ) -> None:
     """Raise ConfigError for the first given field that is out of bounds.
@@ -133,7 +133,7 @@ def check_bounds(
             raise ConfigError(f"{owner}.{name}={value:g} must be above {above:g}")
 
 
-def check_types(config: msgspec.Struct, name: str = "") -> None:
+def check_field_types(config: msgspec.Struct, name: str = "") -> None:
     """Raise ConfigError if a field of a configuration has a value of the wrong type.
 
     Nested structs are checked too. The error names the field.
@@ -158,7 +158,7 @@ def check_types(config: msgspec.Struct, name: str = "") -> None:
         for place, kind in _mappings(value, converted, where):
             raise ConfigError(f"{place} is a mapping: give {kind.__name__}(…) with its fields")
         for inner_name, inner in _structs(value, where):
-            check_types(inner, inner_name)
+            check_field_types(inner, inner_name)
 
 
 def _example(kind: Any, value: Any) -> str:

@@ -103,7 +103,7 @@ class TokenIdHashingClient:
             self._paths[-1].add(hash((*reply.prompt_ids, *reply.token_ids)))
         return reply
 
-    def add_hashes(self, paths: Iterable[int]) -> None:
+    def merge_hashes(self, paths: Iterable[int]) -> None:
         """Add the hashes recorded by a client in another process, as returned by its
         ``take_hashes``."""
         self._paths[-1].update(paths)
@@ -312,7 +312,7 @@ class EngineConsistencyChecks:
         )
         return f" ({engine.name}; version {self.seen.client.version}; {last})"
 
-    def check_token_ids(self, groups: Sequence[Group]) -> None:
+    def check_ids_from_engine(self, groups: Sequence[Group]) -> None:
         """Check that all token ids in a step's first rollout group went through the engine.
 
         Raises TrainError if one of its trajectories contains ids that did not go through the

@@ -17,7 +17,7 @@ from typing import Any
 from ramify.errors import ConfigError
 from ramify.log_handlers import RUN_LOG, FileLogHandler
 from ramify.logging import ComponentLogger, run_log
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.step_time_accounting import PARTS, ROLLOUTS, WAITING
 from ramify.train.backends import launch
 from ramify.train.build_trainer import opened_trainer
@@ -149,7 +149,7 @@ def _train(
     trainers: list[Trainer] = []
 
     async def execute() -> CheckpointedProgress:
-        with report_progress("preparing", note="task, demonstrations and policy"):
+        with track_progress("preparing", note="task, demonstrations and policy"):
             parts = assemble(resolved)
         report_policy_defaults(resolved.given, run, resumed=checkpoint is not None)
         async with opened_trainer(

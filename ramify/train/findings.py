@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from ramify.evaluate.evaluation_report import RIGHT
-from ramify.train.config_redaction import check_bounds, check_none_or_positive
+from ramify.train.config_redaction import check_field_bounds, check_none_or_positive
 
 Values = Mapping[str, float]
 """The metrics of one step, by name."""
@@ -77,9 +77,9 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def __post_init__(self) -> None:
         limits = {name: getattr(self, name) for name in self.__struct_fields__ if name != "window"}
         check_none_or_positive("guard.alarms", "no alarm", **limits)
-        check_bounds("guard.alarms", least=1, window=self.window)
+        check_field_bounds("guard.alarms", least=1, window=self.window)
         if self.length is not None:
-            check_bounds("guard.alarms", above=1, length=self.length)
+            check_field_bounds("guard.alarms", above=1, length=self.length)
 
 
 class TrainingFault(NamedTuple):

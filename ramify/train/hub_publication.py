@@ -50,7 +50,7 @@ _STAGES = ("warmup", "sft", "rl")
 _log = ComponentLogger("train")
 
 
-class PublishedPolicy(NamedTuple):
+class PublishedPolicyLocations(NamedTuple):
     """The places where a policy was published: a folder, a hub repository and experiment trackers.
 
     Example:
@@ -73,7 +73,7 @@ def publish(
     base: str = "",
     private: bool = False,
     trackers: Sequence[str] = (),
-) -> PublishedPolicy:
+) -> PublishedPolicyLocations:
     """Publish the policy of ``run_folder`` to ``dest``, which is a folder or ``hf://OWNER/NAME``.
 
     ``licence`` is the licence's identifier on the hub, such as ``apache-2.0``. ``base`` is the hub
@@ -107,7 +107,7 @@ def publish(
     finally:
         if repository:
             shutil.rmtree(folder, ignore_errors=True)
-    return PublishedPolicy(folder, url, sent)
+    return PublishedPolicyLocations(folder, url, sent)
 
 
 def _check_run(source: Path) -> None:

@@ -25,13 +25,13 @@ from ramify.engine.limits import Limits
 from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.train.backends.base import BACKENDS
 from ramify.train.config import PolicySpec, Run
-from ramify.train.policy_dependent_defaults import scratch_model_config, suggested_vocabulary_size
+from ramify.train.policy_dependent_defaults import scratch_model_config, vocabulary_size_for_chars
 from ramify.train.preflight import policy_path
 from ramify.train.sft_training_data import DemonstrationSet, tokenise_demonstrations
-from ramify.trained_policy_settings import PolicyTrainingSettings
+from ramify.trained_policy_settings import PolicyRolloutSettings
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def policy_of(
     spec = run.policy
     device = None if spec.device == "auto" else spec.device
     if spec.path:
-        device = "meta" if needs_no_weights(run) else device
+        device = "meta" if can_skip_weight_loading(run) else device
         return load_policy(policy_path(run), getattr(torch, dtype), device, thinking=spec.thinking)
     if spec.tokenizer:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
@@ -95,7 +95,7 @@ def policy_of(
     elif checkpoint is not None:
         tokenizer = load_tokenizer(checkpoint / "policy")
     elif shown := [each for one in demonstrations for each in one.trajectories]:
-        with report_progress("tokenizer", note="trained on the demonstrations"):
+        with track_progress("tokenizer", note="trained on the demonstrations"):
             tokenizer = train_tokenizer(
                 _texts(shown[:NUM_TOKENIZER_TEXTS]),
                 spec.vocab_size or _usual_vocabulary(spec, shown),
@@ -121,7 +121,7 @@ def policy_of(
     return policy
 
 
-def trained_policy_settings(run: Run, policy: Policy, *, direct: bool) -> PolicyTrainingSettings:
+def trained_policy_settings(run: Run, policy: Policy, *, direct: bool) -> PolicyRolloutSettings:
     """Return the settings to save with a policy, so that it is used in the same way as in training.
 
     These are its scaffold, its task, the limits that differ from the defaults, and ``direct``:
@@ -136,7 +136,7 @@ def trained_policy_settings(run: Run, policy: Policy, *, direct: bool) -> Policy
     }
     named = run.scaffold if run.scaffold in SCAFFOLDS.ours else None
     is_from_scratch = policy.card.is_from_scratch
-    return PolicyTrainingSettings(
+    return PolicyRolloutSettings(
         named,
         **own,
         direct=direct,
@@ -146,7 +146,7 @@ def trained_policy_settings(run: Run, policy: Policy, *, direct: bool) -> Policy
 
 
 def _usual_vocabulary(spec: PolicySpec, demonstrations: Sequence[Trajectory]) -> int:
-    return 512 if spec.shape else suggested_vocabulary_size(sum(map(len, _texts(demonstrations))))
+    return 512 if spec.shape else vocabulary_size_for_chars(sum(map(len, _texts(demonstrations))))
 
 
 def _scratch_model_config(
@@ -261,7 +261,7 @@ def sharded_checkpoint_folder(run: Run) -> Path | None:
     return local_model_folder(policy_path(run))
 
 
-def needs_no_weights(run: Run) -> bool:
+def can_skip_weight_loading(run: Run) -> bool:
     """Return True if this process does not need the policy's weights.
 
     That is the case if ranks read theirs from the checkpoint, engines are other processes, and no

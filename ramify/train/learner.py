@@ -50,9 +50,9 @@ from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.sampling_metrics import (
     PolicyUpdateProbe,
     advantage_metrics,
+    entropy_and_control_metrics,
     num_sampled_tokens,
     store_logprob_gaps,
-    token_metrics,
 )
 from ramify.train.signals.teacher_logprobs import REFERENCE
 from ramify.train.stages import Minibatch, StepData, TrainingStage
@@ -263,7 +263,7 @@ class Learner:
         with WallAndCpuTimer("credit"):
             own = self.mask_other_calls(work.groups)
             rows = [row for part in work.parts for row in part.rows]
-            measured = token_metrics(own, self._control_ids) | advantage_metrics(
+            measured = entropy_and_control_metrics(own, self._control_ids) | advantage_metrics(
                 rows, num_sampled_tokens(own)
             )
             return measured if probe is None else measured | probe.logprob_gap_metrics
@@ -459,7 +459,7 @@ class WeightPublisher:
         except Exception as error:  # noqa: BLE001 (raised again in the run's next wait)
             self.thread.watch.fail_waits(error)
 
-    async def load_policy(self, folder: Path) -> None:
+    async def load_saved_policy(self, folder: Path) -> None:
         """Load a saved policy from ``folder``, to publish it in place of the trained weights.
 
         The next call of ``publish`` sends it to the engines.

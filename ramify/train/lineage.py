@@ -124,7 +124,7 @@ def check_changes(state: CheckpointedProgress, now: Mapping[str, Any]) -> None:
             )
 
 
-def with_same_demonstrations(run: Run, state: CheckpointedProgress) -> Run:
+def with_checkpoint_demonstrations(run: Run, state: CheckpointedProgress) -> Run:
     """Return a copy of ``run`` that uses the same demonstrations as its checkpoint.
 
     If the task has changed, demonstrations still come from the task recorded in the checkpoint.

@@ -27,7 +27,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.tasks.base import Task
 from ramify.train.backends.base import BACKENDS, OptimizerSpec, TrainerComputeSpec, has_bf16
 from ramify.train.config import Run, to_plain_data
-from ramify.train.data.sft_row_cache import ROWS_FILE, key_of, read_rows, write_rows
+from ramify.train.data.sft_row_cache import ROWS_FILE, read_rows, settings_hash, write_rows
 from ramify.train.initial_policy import (
     device_of,
     lora_adapter_spec,
@@ -37,13 +37,13 @@ from ramify.train.initial_policy import (
     stored_precision,
     trained_policy_settings,
 )
-from ramify.train.numeric_precision import RunNumericPrecision, precision_of
+from ramify.train.numeric_precision import RunNumericPrecision, choose_precisions
 from ramify.train.placement_plan import plan_placement, resolved_inference
 from ramify.train.policy_dependent_defaults import with_policy_defaults
 from ramify.train.preflight import (
     check_device,
     check_engine_memory,
-    check_inference,
+    check_inference_options,
     check_prompts,
     check_reply_fits,
     check_schedules,
@@ -54,7 +54,7 @@ from ramify.train.preflight import (
 from ramify.train.resolve_run import ResolvedTrainingRun
 from ramify.train.sft_training_data import (
     DemonstrationSet,
-    are_plain_calls,
+    are_sessionless_calls,
     demonstrations_of,
     sft_rows,
 )
@@ -108,7 +108,7 @@ class PreparedTrainingRun:
         """The precision of the served policy, such as ``float32``."""
         return str(self.serving.dtype).removeprefix("torch.")
 
-    def save_initial_policy(self, folder: Path) -> None:
+    def export_initial_policy(self, folder: Path) -> None:
         """Write the initial policy to ``folder``, in the format that engines load."""
         from ramify.models.load import save_policy
         from ramify.models.model_config_files import local_model_folder
@@ -163,7 +163,7 @@ def assemble(resolved: ResolvedTrainingRun) -> PreparedTrainingRun:
     is_elsewhere = run.placement is not None and run.placement.kind == "ray" and not kind.is_here
     kind.check(run.compute, device, **({"elsewhere": True} if is_elsewhere else {}))
     check_schedules(run)
-    precision = precision_of(run, stored_precision(run), device, has_bf16=has_bf16(device))
+    precision = choose_precisions(run, stored_precision(run), device, has_bf16=has_bf16(device))
     engines = resolved_inference(run, device)
     rows = _stored_rows(run, checkpoint)
     demonstrations = demonstrations_of(run, task, scaffold) if rows is None else []
@@ -176,9 +176,9 @@ def assemble(resolved: ResolvedTrainingRun) -> PreparedTrainingRun:
     direct = _answers_directly(run, demonstrations, scaffold, checkpoint)
     policy.card = trained_policy_settings(run, policy, direct=direct)
     if isinstance(task, RecordedTrafficTask):
-        from ramify.models.policy_vocabulary_identity import identity_of
+        from ramify.models.policy_vocabulary_identity import policy_identity
 
-        task.check_policy(identity_of(policy))
+        task.check_policy_compatible(policy_identity(policy))
     if not run.policy.path:
         _check_model(run, kind, device, policy.config)
     compute = msgspec.structs.replace(
@@ -227,7 +227,7 @@ def _answers_directly(
         return run.rl.rollout.direct
     if checkpoint is not None:  # its demonstrations are stored as token ids
         return read_policy_settings(checkpoint / "policy").direct
-    return are_plain_calls(demonstrations, scaffold)
+    return are_sessionless_calls(demonstrations, scaffold)
 
 
 def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | None:
@@ -244,7 +244,9 @@ def _rows_key(run: Run) -> str:
     config = to_plain_data(run)
     sft = config["sft"]
     chosen = [sft[name] for name in ("demos", "num", "options", "trajectories", "algorithm")]
-    return key_of([chosen, sft["task"] or config["task"], config["seed"], config["scaffold"]])
+    return settings_hash(
+        [chosen, sft["task"] or config["task"], config["seed"], config["scaffold"]]
+    )
 
 
 def _other_parts(parts: PreparedTrainingRun, name: str) -> PreparedTrainingRun:
@@ -253,10 +255,10 @@ def _other_parts(parts: PreparedTrainingRun, name: str) -> PreparedTrainingRun:
     ``name`` is its name in ``Run.policies``, and ``parts`` belongs to the main policy.
     """
     run = with_policy_defaults(run_for_policy(parts.run, name))
-    check_inference(run)
+    check_inference_options(run)
     check_schedules(run)
     device = device_of(run)
-    precision = precision_of(run, stored_precision(run), device, has_bf16=has_bf16(device))
+    precision = choose_precisions(run, stored_precision(run), device, has_bf16=has_bf16(device))
     dtype = "float32" if run.deterministic else precision.engine
     if parts.run.policies[name].policy is None:
         policy = dataclasses.replace(parts.serving, model=copy.deepcopy(parts.serving.model))

@@ -77,7 +77,7 @@ class RunNumericPrecision(NamedTuple):
         return CanaryTolerance(tolerance if is_ours else max(tolerance, _FOREIGN), rounding, hint)
 
 
-def precision_of(
+def choose_precisions(
     run: Run, stored: str, device: str, *, has_bf16: bool = True
 ) -> RunNumericPrecision:
     """Choose the precisions of engine and trainer for a run.

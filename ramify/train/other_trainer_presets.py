@@ -44,7 +44,7 @@ class ForeignTrainerObjective(msgspec.Struct, frozen=True):
     """Name of the objective in the other trainer's configuration."""
     algorithm: Options
     """The estimator, and options that differ from those of
-    ``ExternalTrainerPreset.each_algorithm``."""
+    ``OtherTrainerDefaults.each_algorithm``."""
     policy: Options
     """The policy loss."""
     loss: Options = {}
@@ -52,7 +52,7 @@ class ForeignTrainerObjective(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-class ExternalTrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
+class OtherTrainerDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """The defaults of another trainer, expressed in Ramify's options."""
 
     trainer: str
@@ -83,7 +83,7 @@ class ExternalTrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PRESETS = PluginRegistry("preset", "ramify.presets", {})
-"""Map the name of each preset to its ``ExternalTrainerPreset``."""
+"""Map the name of each preset to its ``OtherTrainerDefaults``."""
 ALIASES = {"prime_rl": "prime", "prime-rl": "prime"}
 """Map other names, in lower case, to the names of presets."""
 
@@ -111,7 +111,7 @@ class NamedConfigBuilder(msgspec.Struct, frozen=True):
         return self.registry.build({"name": value, **options})
 
 
-def preset_named(name: str) -> ExternalTrainerPreset:
+def preset_named(name: str) -> OtherTrainerDefaults:
     """Return the preset with the given name, or the one at a location ``module:name`` or
     ``file.py:name``.
 
@@ -119,12 +119,12 @@ def preset_named(name: str) -> ExternalTrainerPreset:
     """
     found = name if is_object_location(name) else ALIASES.get(name.lower(), name.lower())
     preset = PRESETS.resolve(found)
-    if not isinstance(preset, ExternalTrainerPreset):
+    if not isinstance(preset, OtherTrainerDefaults):
         raise ConfigError(f"preset '{name}' is not a Preset of ramify.train.other_trainer_presets")
     return preset
 
 
-def override_choices(name: str | None) -> Choices:
+def choices_by_field(name: str | None) -> Choices:
     """Return the functions that build values chosen by name, keyed by configuration field.
 
     Overrides such as ``rl.objective=grpo`` choose such a value. With a preset, the named objects
@@ -138,7 +138,7 @@ def override_choices(name: str | None) -> Choices:
     }
 
 
-def _builders_by_field(preset: ExternalTrainerPreset) -> dict[str, NamedConfigBuilder]:
+def _builders_by_field(preset: OtherTrainerDefaults) -> dict[str, NamedConfigBuilder]:
     return {
         "rl.algorithm": NamedConfigBuilder(ALGORITHMS, preset.each_algorithm, preset.algorithms),
         "rl.loss.policy": NamedConfigBuilder(POLICY_LOSSES, {}, preset.policies),
@@ -173,7 +173,7 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
     return msgspec.structs.replace(run, rl=rl)
 
 
-def policy_losses_for(objective: str) -> list[str]:
+def known_policy_losses(objective: str) -> list[str]:
     """Return the names of the policy losses used for an objective in its paper and by other
     trainers."""
     presets = [preset_named(name) for name in sorted(PRESETS.ours)]

@@ -21,7 +21,7 @@ import msgspec
 from ramify.actors.launcher import Launcher, NodeResourceSlot, RoleInstanceId
 from ramify.errors import ConfigError, did_you_mean
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.placement.placement_slots import placement_slots, process_counts
+from ramify.train.placement.placement_slots import placement_slots, processes_per_role
 from ramify.train.placement.placement_spec import KINDS, PlacementSpec
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def num_processes_by_role(run: Run, spec: PlacementSpec) -> dict[str, int]:
         "trainer": (run.compute.shard.ranks or 0) if run.compute.backend == "fsdp" else 1,
         "inference": inference.num if inference is not None and not inference.urls else 0,
     }
-    num = process_counts(spec, by_run)
+    num = processes_per_role(spec, by_run)
     if num["inference"] and not by_run["inference"]:
         raise ConfigError(
             f"placement.inference.count={num['inference']}, but the run starts no engines: set "
@@ -160,7 +160,7 @@ def check_weight_sync_reach(run: Run, hosts: Launcher, num: int) -> None:
         )
 
 
-def with_sleep_mode(run: Run, device: str) -> InferenceSpec | None:
+def resolve_sleep_mode(run: Run, device: str) -> InferenceSpec | None:
     """Return ``run.inference`` with its ``sleep`` option resolved.
 
     It is "learn" (engines sleep while the trainer learns) if the recipe says so or if engines share
@@ -188,7 +188,7 @@ def resolved_inference(run: Run, device: str) -> InferenceSpec | None:
     These are whether engines sleep while the trainer learns, and whether they report to which
     experts a mixture-of-experts model routed each token.
     """
-    spec = with_sleep_mode(run, device)
+    spec = resolve_sleep_mode(run, device)
     if spec is None or run.rl is None or not run.rl.rollout.replay_routes:
         return spec
     return msgspec.structs.replace(spec, report_experts=True)

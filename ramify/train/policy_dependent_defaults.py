@@ -84,7 +84,7 @@ def is_pretrained(policy: PolicySpec) -> bool:
     return not trained_policy_settings(name).is_from_scratch
 
 
-def usual_warmup(num_steps: int) -> int:
+def usual_warmup_steps(num_steps: int) -> int:
     """Return the usual number of learning-rate warm-up steps for a stage with ``num_steps``
     optimizer steps."""
     return min(10, num_steps // 10)
@@ -139,7 +139,7 @@ _SIZES = ((0, 128, 3), (5_000_000, 256, 4), (50_000_000, 512, 8))
 _WINDOWS = (512, 32_768)
 
 
-def suggested_vocabulary_size(num_chars: int) -> int:
+def vocabulary_size_for_chars(num_chars: int) -> int:
     """Return a suitable vocabulary size for training data of ``num_chars`` characters.
 
     It is the power of two below the square root of that number, because the number of distinct
@@ -262,7 +262,7 @@ def _warmup(run: Run, name: str) -> list[tuple[str, Any]]:
     if name == "sft":  # its steps depend on the demonstrations
         return [("optim.warmup_steps", "a tenth of the steps, at most 10")]
     steps = stage.steps * (stage.sample.minibatches if name == "rl" else 1)
-    return [("optim.warmup_steps", usual_warmup(steps))]
+    return [("optim.warmup_steps", usual_warmup_steps(steps))]
 
 
 def _value_text(value: Any) -> str:

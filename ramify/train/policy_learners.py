@@ -194,13 +194,13 @@ class Learners:
             if stage.samples and (own.parts or publisher.phase is EngineWeightState.ASLEEP):
                 await publisher.publish()
 
-    def check_sampled_ids(self, stage: TrainingStage, work: StepData) -> None:
+    def check_ids_match_engines(self, stage: TrainingStage, work: StepData) -> None:
         """Check that the token ids in the step's rollouts are the ones that the engines
         returned."""
         for learner, _, _ in self._learners_with_data(stage, work):
             check = learner.publisher.check
             if check is not None and work.groups:
-                check.check_token_ids(work.groups)
+                check.check_ids_from_engine(work.groups)
 
     # --- the engines
 
@@ -253,7 +253,7 @@ class Learners:
         """
         for learner in self._all:
             await self._in_torch(verify, checkpoint, f"{learner.paths.policy}/")
-            await learner.publisher.load_policy(checkpoint / learner.paths.policy)
+            await learner.publisher.load_saved_policy(checkpoint / learner.paths.policy)
 
     async def save_policies(self) -> None:
         """Save the current policies in the run's folder."""

@@ -27,7 +27,7 @@ from ramify.models.model_config_files import (
     local_model_folder,
     read_config_json,
 )
-from ramify.sandbox.base import check_provider, open_sandbox
+from ramify.sandbox.base import check_provider_exists, open_sandbox
 from ramify.tasks.base import ENDLESS, Item, Task, items_of
 from ramify.tasks.data import rows_of
 from ramify.tasks.mixture import TaskMixture
@@ -44,7 +44,7 @@ from ramify.train.named_objectives import (
     group_of_one_problem,
     training_impossible_reason,
 )
-from ramify.train.other_trainer_presets import policy_losses_for
+from ramify.train.other_trainer_presets import known_policy_losses
 from ramify.train.signals.teacher import needed_scorers
 from ramify.train.stages import with_schedule_defaults
 from ramify.train.traffic_training import RecordedTrafficTask
@@ -65,7 +65,7 @@ def check_component_names(run: Run) -> None:
     Nothing is imported for this.
     """
     BACKENDS.check_known_name(run.compute.backend)
-    check_provider(run.sandbox)
+    check_provider_exists(run.sandbox)
     if run.sft is None:
         return
     if run.sft.shows_conversations:
@@ -226,7 +226,7 @@ def check_system_message(run: Run, scaffold: Scaffold) -> None:
         )
 
 
-def check_splits_and_answers(run: Run, task: Task) -> None:
+def check_splits_and_gold_scores(run: Run, task: Task) -> None:
     """Check that the task has the splits the run uses and that its reference answers score 1.
 
     Logs a warning if the options make learning from the task impossible, or if the scores were not
@@ -323,7 +323,7 @@ def check_objective(run: Run) -> None:
         )
         if why:
             raise ConfigError(why)
-        usual = policy_losses_for(name)
+        usual = known_policy_losses(name)
         if loss not in usual:
             _log.issue_python_warning(
                 f"rl.objective={name} has the loss {' or '.join(usual)}, but "
@@ -431,7 +431,7 @@ def check_device(run: Run) -> None:
         )
 
 
-def check_inference(run: Run) -> None:
+def check_inference_options(run: Run) -> None:
     """Raise ConfigError if the run's inference options cannot work.
 
     Raises ConfigError for truncated sampling (top-p or top-k) with an engine other than Ramify's.
@@ -455,7 +455,7 @@ def check_inference(run: Run) -> None:
         check_program_installed(spec)
 
 
-def check_teacher_truncation(run: Run) -> None:
+def check_teacher_top_p(run: Run) -> None:
     """Raise ConfigError for a teacher combined with truncated sampling (top-p or top-k).
 
     The log-probability of a truncated sample is relative to the kept tokens, but a teacher's is
@@ -489,7 +489,7 @@ def check_schedules(run: Run) -> None:
         with_schedule_defaults("rl.critic", run.rl.critic.optim, steps)
 
 
-def check_deterministic(run: Run) -> None:
+def check_determinism_options(run: Run) -> None:
     """Raise ConfigError if a deterministic run has options that make its results irreproducible."""
     if not run.deterministic:
         return
@@ -646,7 +646,7 @@ def first_prompt(scaffold: Scaffold, run: Run, task: Task, item: Item) -> list[M
     """
     if getattr(task, "writes_prompts", False):
         return [Message("user", item.question[:100])]
-    chars = observation_messages.count_text_chars(item.context)
+    chars = observation_messages.count_context_chars(item.context)
     context = context_facts(item.context, chars)
     facts = PromptFacts(context=context, children=run.limits.max_depth > 0)
     system = scaffold.system_prompt(facts)

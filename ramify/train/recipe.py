@@ -19,7 +19,7 @@ from ramify.train.checkpoint import read_state, resolve_checkpoint
 from ramify.train.config import CHOICES, Run, to_plain_data
 from ramify.train.config_fields import fields, unknown_field_hint
 from ramify.train.config_overrides import override, renamed_field
-from ramify.train.config_redaction import check_types, redacted_keys
+from ramify.train.config_redaction import check_field_types, redacted_keys
 from ramify.training_run_recognition import append_training_run_hint
 
 
@@ -134,7 +134,7 @@ def _wrong_type(error: Exception) -> str:
     """Return a message about a configuration field of the wrong type if one caused ``error``.
 
     The constructor of a configuration class can raise ``error`` when it uses its fields before
-    ``check_types`` checks them. Returns an empty string otherwise.
+    ``check_field_types`` checks them. Returns an empty string otherwise.
     """
     if not isinstance(error, TypeError | AttributeError) or error.__traceback__ is None:
         return ""
@@ -146,7 +146,7 @@ def _wrong_type(error: Exception) -> str:
     for owner in owners:
         if isinstance(owner, msgspec.Struct):
             try:
-                check_types(owner, type(owner).__name__)
+                check_field_types(owner, type(owner).__name__)
             except ConfigError as wrong:
                 return str(wrong)
     return ""

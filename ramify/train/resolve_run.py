@@ -21,23 +21,23 @@ import msgspec
 
 from ramify.engine.prompt_scaffold import Scaffold, scaffold_of
 from ramify.tasks.base import Task, task_of
-from ramify.train.call_depth_models import check_frozen_models, check_scaffolds
+from ramify.train.call_depth_models import check_frozen_model_access, check_scaffolds
 from ramify.train.checkpoint import read_state, resolve_checkpoint, verify
 from ramify.train.config import Run, to_plain_data
-from ramify.train.config_redaction import check_types
-from ramify.train.lineage import check_changes, with_same_demonstrations
+from ramify.train.config_redaction import check_field_types
+from ramify.train.lineage import check_changes, with_checkpoint_demonstrations
 from ramify.train.policy_dependent_defaults import with_policy_defaults
 from ramify.train.preflight import (
     check_branches,
     check_component_names,
-    check_deterministic,
+    check_determinism_options,
     check_first_items,
-    check_inference,
+    check_inference_options,
     check_policies,
     check_policy_files,
-    check_splits_and_answers,
+    check_splits_and_gold_scores,
     check_system_message,
-    check_teacher_truncation,
+    check_teacher_top_p,
     traffic_task,
 )
 from ramify.train.recipe import with_defaults
@@ -74,23 +74,23 @@ def resolve(given: Run, resume: Path | None = None) -> ResolvedTrainingRun:
     at once.
     """
     run = given
-    check_types(run)
+    check_field_types(run)
     trackers = RunTrackers(run.trackers, run.tracker_options)
     check_policies(run)
     check_component_names(run)
     check_policy_files(run)
     scaffold = scaffold_of(run.scaffold)
     check_scaffolds(run.depths, scaffold)
-    check_frozen_models(run.depths, run.frozen)
-    check_inference(run)
-    check_teacher_truncation(run)
+    check_frozen_model_access(run.depths, run.frozen)
+    check_inference_options(run)
+    check_teacher_top_p(run)
     check_branches(run)
-    check_deterministic(run)
+    check_determinism_options(run)
     task = task_of(run.task.name, **run.task.options)
     if run.can_be_evaluated:
         check_system_message(run, scaffold)
         check_first_items(run, task)
-        check_splits_and_answers(run, task)
+        check_splits_and_gold_scores(run, task)
     task = traffic_task(run, task)
     run = with_policy_defaults(run)
     checkpoint = resolve_checkpoint(resume) if resume is not None else None
@@ -109,6 +109,6 @@ def _continue_from(run: Run, checkpoint: Path) -> Run:
     verify(checkpoint)
     state = read_state(checkpoint)
     recorded = msgspec.structs.replace(state, config=with_defaults(state.config))
-    run = with_same_demonstrations(run, recorded)
+    run = with_checkpoint_demonstrations(run, recorded)
     check_changes(recorded, to_plain_data(run))
     return run

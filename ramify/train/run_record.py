@@ -168,7 +168,7 @@ class TrainingRunRecorder:
                 )
             )
 
-    def roll_back(self, checkpoint: Path, factor: float) -> None:
+    def roll_back_to_checkpoint(self, checkpoint: Path, factor: float) -> None:
         """Return to an earlier checkpoint of this stage, and multiply the current learning rates by
         ``factor``."""
         present = self.state
@@ -255,7 +255,7 @@ class TrainingRunRecorder:
         self.state.memory = memory
         self.state.memories = others
 
-    def add_step_metrics(self, values: dict[str, float]) -> dict[str, float]:
+    def add_derived_metrics(self, values: dict[str, float]) -> dict[str, float]:
         """Add derived metrics to a step's ``values``, such as throughput and the engines' own
         metrics.
 
@@ -322,7 +322,7 @@ class TrainingRunRecorder:
         every = self.schedule.save_rollouts_every
         return every is not None and stage_step % every == 0
 
-    def restart_meter(self) -> None:
+    def restart_cpu_meter(self) -> None:
         """Restart the meter of the rollouts' CPU time.
 
         Does nothing if CPU time is not measured.
@@ -399,7 +399,7 @@ class TrainingRunRecorder:
         self.state.cpu_s = time.process_time() - self._cpu_since
 
 
-class GroupOutcomeSummary(msgspec.Struct, frozen=True):
+class RolloutGroupOutcomes(msgspec.Struct, frozen=True):
     """A summary of the outcomes of all rollout groups in a run.
 
     It shows whether any group was lost or repeated.
@@ -420,7 +420,7 @@ class GroupOutcomeSummary(msgspec.Struct, frozen=True):
         return not self.duplicated and not self.missing
 
 
-def read_group_records(folder: Path) -> GroupOutcomeSummary:
+def read_group_records(folder: Path) -> RolloutGroupOutcomes:
     """Summarise the outcomes of all rollout groups up to the last checkpoint of the run in
     ``folder``.
 
@@ -436,11 +436,11 @@ def read_group_records(folder: Path) -> GroupOutcomeSummary:
             raise ConfigError(
                 f"{folder} does not hold a run: give the folder passed to `ramify train` as --out"
             )
-        return GroupOutcomeSummary({}, [], [], [])
+        return RolloutGroupOutcomes({}, [], [], [])
     state = read_state(checkpoint)
     records = [record for record in GROUPS.read(folder) if record.step <= state.step]
     times = Counter([*(record.number for record in records), *state.pending])
-    return GroupOutcomeSummary(
+    return RolloutGroupOutcomes(
         dict(Counter(record.outcome for record in records)),
         list(state.pending),
         sorted(number for number, num in times.items() if num > 1),

@@ -1,12 +1,12 @@
 """Compute metrics over all of a step's samples, including those not trained on.
 
-    rollouts    ── rollout_sampling_metrics ──> rewards, lengths, ends, and the correlation of
-                                                reward and length
-    replies     ── token_metrics ─────────────> entropy, over all tokens that this policy sampled
-    rows        ── advantage_metrics ─────────> advantages, and the share of tokens without loss
-    a sample    ── PolicyUpdateProbe ─────────> the gaps between sampler and trainer, and between
-                                                the policies before and after the update
-    scored rows ── store_logprob_gaps ────────> the gap of each token, in rollouts that are saved
+    rollouts    ── rollout_sampling_metrics ────> rewards, lengths, ends, and the correlation of
+                                                  reward and length
+    replies     ── entropy_and_control_metrics ─> entropy, over all tokens that this policy sampled
+    rows        ── advantage_metrics ───────────> advantages, and the share of tokens without loss
+    a sample    ── PolicyUpdateProbe ───────────> the gaps between sampler and trainer, and between
+                                                  the policies before and after the update
+    scored rows ── store_logprob_gaps ──────────> the gap of each token, in rollouts that are saved
 
 These metrics exist in every step, even in steps without a training signal, when they are needed
 most. Losses, in contrast, cover only tokens that carry loss (``losses/total_loss.py``): they leave
@@ -169,7 +169,9 @@ def advantage_reward_correlation(
     )
 
 
-def token_metrics(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dict[str, float]:
+def entropy_and_control_metrics(
+    groups: Sequence[Group], control_ids: Collection[int] = ()
+) -> dict[str, float]:
     """Return the entropy of the sampled tokens, in nats, and the share of replies that contain a
     control token.
 
@@ -307,7 +309,7 @@ def kl(drawn: Floats, other: Floats) -> float:
     return float((np.exp(d) - d - 1).mean())
 
 
-def probe_sequences(
+def select_probe_sequences(
     groups: Sequence[Group], temperature: float | Callable[[Call], float], step: int
 ) -> list[TokenSequence]:
     """Select the calls to probe in a step, and return their sampled tokens as token sequences.

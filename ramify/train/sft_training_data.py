@@ -10,7 +10,7 @@ Only replies of the assistant are learned, except those with ``"weight": 0``. A 
 ``reward``, or several named ``rewards``; ``sft.algorithm.min_reward`` is compared with them.
 Messages are used exactly as they are, so the first one should have the form that the scaffold uses
 in rollouts. A run without rollouts is evaluated by plain calls if the conversations are such calls
-(``are_plain_calls``). If a row is invalid, the error names it. ``sft_data.py`` tokenizes
+(``are_sessionless_calls``). If a row is invalid, the error names it. ``sft_data.py`` tokenizes
 conversations and ``pack.py`` packs them.
 """
 
@@ -35,7 +35,7 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import attempt
 from ramify.evaluate.run_evaluation import AttemptOutcome, EvaluationPlan, EvaluationStore, evaluate
 from ramify.logging import ComponentLogger
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.sandbox.base import SandboxSpec
 from ramify.store.durable_files import TOKENIZED
 from ramify.store.folder_store import Store, default_root
@@ -52,7 +52,7 @@ from ramify.train.data.sft_data import (
     rendering_key,
     trajectory_of,
 )
-from ramify.train.data.sft_row_cache import key_of
+from ramify.train.data.sft_row_cache import settings_hash
 from ramify.train.data.tokenization_cache import TokenizedCallCache
 from ramify.types.message import Message, Reply
 from ramify.types.training_sequences import TokenSequence
@@ -143,7 +143,7 @@ class DemonstrationSet(NamedTuple):
     error names the trajectory's id."""
 
 
-def are_plain_calls(demonstrations: Sequence[DemonstrationSet], scaffold: Scaffold) -> bool:
+def are_sessionless_calls(demonstrations: Sequence[DemonstrationSet], scaffold: Scaffold) -> bool:
     """Return True if each demonstration is a plain call, without a Python session.
 
     A conversation counts as one if none of its replies has code, a tool call or a final answer.
@@ -200,7 +200,7 @@ def _load_demonstrations(
 
     They are read from a file or data set of conversations, or made by a registered function.
     """
-    with report_progress("demonstrations", spec.num, "items") as work:
+    with track_progress("demonstrations", spec.num, "items") as work:
 
         def taken(each: Any) -> Trajectory:
             work.advance()
@@ -293,11 +293,11 @@ def demonstrate(
 
     async def ask_once(model: str, kept: Store) -> list[Trajectory]:
         rlm = RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox, store=kept)
-        first = key_of([(each.question, each.context, each.gold) for each in items[:1]])
+        first = settings_hash([(each.question, each.context, each.gold) for each in items[:1]])
         plan = EvaluationPlan(
             model=model,
             task=task.name,
-            options={"first": first, "scaffold": key_of(scaffold)},
+            options={"first": first, "scaffold": settings_hash(scaffold)},
             split="train",
             items=len(items),
             settings={"limits": msgspec.to_builtins(rlm.limits)},
@@ -350,7 +350,7 @@ def tokenise_demonstrations(
     trajectories: list[Trajectory] = []
     num = sum(len(each.trajectories) for each in demonstrations)
     num_found = num_calls = 0
-    with report_progress("tokenising", num, "trajectories") as work:
+    with track_progress("tokenising", num, "trajectories") as work:
         for each in demonstrations:
             stored = (
                 None

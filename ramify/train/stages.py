@@ -42,14 +42,14 @@ from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.data.sft_data import induction_warmup_sequences, rows_by_step
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import RolloutGroupRecord, group_record, mixture_metrics, rollout_metrics
-from ramify.train.policy_dependent_defaults import usual_warmup
+from ramify.train.policy_dependent_defaults import usual_warmup_steps
 from ramify.train.rollouts.difficulty_pool import NoSignalItemFilter
-from ramify.train.rollouts.group_queue import RolloutGroupQueue, StepRolloutGroups
+from ramify.train.rollouts.group_queue import RolloutGroupProducer, StepRolloutGroups
 from ramify.train.rollouts.rollouter import RootModeCounts, TaskRolloutRunner, next_items
 from ramify.train.sampling_metrics import (
     advantage_reward_correlation,
-    probe_sequences,
     rollout_sampling_metrics,
+    select_probe_sequences,
 )
 from ramify.train.score_failure_counts import ScoreFailureCounts, error_summary
 from ramify.train.signals.signal_runner import SignalRunner, TrainingSignalSet
@@ -401,7 +401,7 @@ class RlStage:
             )
             if self._pool is not None:
                 self._pool.load()
-            queue = RolloutGroupQueue(
+            queue = RolloutGroupProducer(
                 self._rollouts,
                 self._items,
                 self._sample,
@@ -425,7 +425,7 @@ class RlStage:
         return finish_advantages(self._algorithm, rows)
 
     def select_probe_sequences(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
-        return probe_sequences(groups, self._temperature, step)
+        return select_probe_sequences(groups, self._temperature, step)
 
     def step_data(
         self, taken: StepRolloutGroups, step: int, reader: SignalRunner | None
@@ -503,7 +503,7 @@ class RlStage:
         """Return the training algorithm, combined with its saved state and the scores of training
         signals."""
         algorithm = with_saved_state(self._algorithm, self.memory)
-        return algorithm if reader is None else reader.with_step_scores(algorithm)
+        return algorithm if reader is None else reader.algorithm_with_scores(algorithm)
 
     def _minibatches(self, assigned: OptimizerStepAdvantages) -> list[Minibatch]:
         """Divide the rollouts of a step into minibatches of about the same size.
@@ -527,7 +527,7 @@ class RolloutGroupSource:
     """
 
     def __init__(
-        self, stage: RlStage, queue: RolloutGroupQueue, reader: SignalRunner | None
+        self, stage: RlStage, queue: RolloutGroupProducer, reader: SignalRunner | None
     ) -> None:
         self._stage = stage
         self._queue = queue
@@ -535,7 +535,7 @@ class RolloutGroupSource:
         self._taken: list[int] = []
         """Indices of the items whose groups were taken from the queue and are being scored by
         signals."""
-        self.note_new_weights = queue.note_new_weights
+        self.note_new_weights = queue.begin_groups_for_weights
         self.paused = queue.paused
         self.take_skipped = queue.take_skipped_records
 
@@ -563,7 +563,7 @@ def with_schedule_defaults(stage: str, optim: OptimizerSpec, num_steps: int) -> 
     Raises ConfigError with the stage's name if the schedule is shorter than the warm-up.
     """
     if optim.warmup_steps is None:
-        optim = msgspec.structs.replace(optim, warmup_steps=usual_warmup(num_steps))
+        optim = msgspec.structs.replace(optim, warmup_steps=usual_warmup_steps(num_steps))
     if optim.num_steps is not None:
         return optim
     try:

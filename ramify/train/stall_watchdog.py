@@ -123,7 +123,7 @@ class StallWatchdog:
         for wait in self._waits:
             _fail_wait(wait, self._failed)
 
-    def end_waits(self, by: str) -> None:
+    def interrupt_waits(self, by: str) -> None:
         """End all current and later waits that have ``can_stop`` set, by raising StoppedBySignal in
         them.
 
@@ -143,7 +143,7 @@ class StallWatchdog:
 
         ``what`` describes the work in error messages. ``thread`` is the prefix of the name of the
         thread that does the work, or empty if the event loop's thread does it. ``can_stop`` is True
-        if a call of ``end_waits`` may end the wait early. A wait that ends early cancels
+        if a call of ``interrupt_waits`` may end the wait early. A wait that ends early cancels
         ``work``.
         """
         task = asyncio.ensure_future(work)

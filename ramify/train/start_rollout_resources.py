@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ramify.actors.launcher import Launcher, LocalLauncher, register_cleanup
+from ramify.actors.launcher import Launcher, LocalLauncher, add_to_exit_stack
 from ramify.engine.rlm import RLM
 from ramify.train.call_depth_models import ModelsByCallDepth
 from ramify.train.engine_consistency_checks import TokenIdHashingClient
 from ramify.train.load_run_parts import PreparedTrainingRun
 from ramify.train.metrics import last_step_metrics
-from ramify.train.placement.reward_services import RewardServices
+from ramify.train.placement.reward_services import RewardServiceManager
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.placement_plan import attached_inference_spec, check_weight_sync_reach
@@ -64,13 +64,13 @@ async def reserve_machines(
         _choose_key(each)
     hosts = _make_launcher(parts)
     if hosts is not None:
-        register_cleanup(stack, "hosts", hosts.close)
+        add_to_exit_stack(stack, "hosts", hosts.close)
     placement = parts.run.placement
     if placement is not None and placement.services:
-        services = RewardServices(
+        services = RewardServiceManager(
             hosts or LocalLauncher(), placement.services, out, restarts=placement.restarts
         )
-        register_cleanup(stack, "services", services.close)
+        add_to_exit_stack(stack, "services", services.close)
         await services.start()
     return hosts
 
@@ -95,10 +95,10 @@ async def open_rollouts(
         last_step_metrics(out),
         others={name: seen for name, (_, seen) in others.items()},
     )
-    register_cleanup(stack, "depths", depths.close)
+    add_to_exit_stack(stack, "depths", depths.close)
     workers = _make_rollout_workers(parts, client, audited, out, hosts)
     if workers is not None:
-        register_cleanup(stack, "rollout_workers", workers.close)
+        add_to_exit_stack(stack, "rollout_workers", workers.close)
         await workers.start()
     rlm = RLM(
         depths.clients,
@@ -124,9 +124,9 @@ async def _start_engines(
     from ramify.inference.local.local_client import LocalClient
 
     client = client_of(parts)
-    register_cleanup(stack, f"client{suffix}", client.close)
+    add_to_exit_stack(stack, f"client{suffix}", client.close)
     if not isinstance(client, LocalClient):
-        await client.start(folder, parts.save_initial_policy, hosts)
+        await client.start(folder, parts.export_initial_policy, hosts)
     rl = parts.run.rl
     return client, TokenIdHashingClient(
         client, rl.sample.max_token_staleness if rl is not None else 0
@@ -218,14 +218,14 @@ def _make_rollout_workers(
     assert run.inference is not None
     checkpoint = out / "inference" / "checkpoint"
     if run.inference.urls:
-        parts.save_initial_policy(checkpoint)
+        parts.export_initial_policy(checkpoint)
     return RolloutWorkers(
         hosts or LocalLauncher(),
         num,
         _worker_spec(parts, client, checkpoint),
         out,
         client,
-        seen=audited.add_hashes,
+        seen=audited.merge_hashes,
         restarts=run.placement.restarts if run.placement is not None else 0,
     )
 

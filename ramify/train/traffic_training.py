@@ -34,7 +34,7 @@ from ramify.errors import ConfigError, RamifyError, StoreError
 from ramify.store.folder_store import Store
 from ramify.store.traffic_policy_identity import read_identity
 from ramify.tasks.base import Item, LazySequence, RolloutInitialState, Score, Task
-from ramify.tasks.batch_scoring import is_scored_by_step
+from ramify.tasks.batch_scoring import is_batch_scored
 from ramify.train.advantages.base import OptimizerStepAdvantages, TokenCredit
 from ramify.types.message import VersionSpan
 from ramify.types.recorded_traffic import (
@@ -94,13 +94,15 @@ class RecordedTrafficTask:
         self.splits: Mapping[str, Sequence[Item]] = {**task.splits, "train": groups}
 
     async def prepare(self, item: Item) -> RolloutInitialState:
-        return RolloutInitialState() if is_recorded(item) else await self._task.prepare(item)
+        return (
+            RolloutInitialState() if has_recorded_replies(item) else await self._task.prepare(item)
+        )
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         return self._task.score(item, trajectory)
 
     def is_scored_by_step(self, item: Item) -> bool:
-        return not is_recorded(item) and is_scored_by_step(self._task, item)
+        return not has_recorded_replies(item) and is_batch_scored(self._task, item)
 
     def score_step(
         self, rollouts: Sequence[tuple[Item, Trajectory]]
@@ -109,7 +111,7 @@ class RecordedTrafficTask:
         scores: Sequence[Score | RamifyError] = own.score_step(rollouts)
         return scores
 
-    def check_policy(self, identity: TokenizerAndArchitecture) -> None:
+    def check_policy_compatible(self, identity: TokenizerAndArchitecture) -> None:
         """Check that a policy can be trained on this traffic.
 
         Raises ConfigError if its tokenizer or architecture differs from the recorded policy's.
@@ -178,7 +180,7 @@ def _mask_flagged(credit: TokenCredit, flags: Sequence[float]) -> TokenCredit:
     return msgspec.structs.replace(credit, **weights)
 
 
-def is_recorded(item: Item) -> bool:
+def has_recorded_replies(item: Item) -> bool:
     """Return True if the task item ``item`` consists of recorded replies.
 
     No new rollouts are sampled for such an item.

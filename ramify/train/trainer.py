@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from ramify.errors import StoreError
 from ramify.logging import ComponentLogger
-from ramify.progress import on_heartbeat, report_progress, subscribe
+from ramify.progress import on_heartbeat, subscribe, track_progress
 from ramify.step_time_accounting import WallAndCpuTimer
 from ramify.train.checkpoint import CheckpointedProgress, Write, read_state
 from ramify.train.learner import Learner
@@ -104,7 +104,7 @@ class Trainer:
         A training step that has begun to learn is first completed and saved. Rollouts and
         evaluations in progress are cancelled. Call this in the event loop's thread.
         """
-        self._watch.end_waits(by)
+        self._watch.interrupt_waits(by)
 
     async def run(self, resume: Path | None = None) -> CheckpointedProgress:
         """Train to the end of the run, starting from the checkpoint ``resume`` if one is given.
@@ -188,7 +188,7 @@ class Trainer:
         self._learners.end_stage()
 
     async def _run_steps(self, stage: TrainingStage) -> None:
-        with report_progress(
+        with track_progress(
             stage.name, sum(each.num_steps for each in self._stages), "steps", first=self.state.step
         ) as progress:
             async with contextlib.aclosing(self._iter_step_data(stage)) as works:
@@ -240,7 +240,7 @@ class Trainer:
                 started = time.monotonic()
                 if stage.samples and (not stage.max_staleness or step == state.stage_step == 0):
                     # Otherwise rollouts continued during the last step's learning.
-                    self.record.restart_meter()
+                    self.record.restart_cpu_meter()
                 what = f"the work of {self._step_label(stage)}"
                 try:
                     work = await self._watch.await_with_stall_limit(
@@ -267,7 +267,7 @@ class Trainer:
             values["learn_s"] = time.monotonic() - started
             self._learners.count_step(stage, work)
             await self._learners.publish_step(stage, work)
-        values = record.add_step_metrics(values)
+        values = record.add_derived_metrics(values)
         verdict: TrainingGuardVerdict | None = None
         if stage.samples:
             verdict = check_step(self._guard, state.guard, values)
@@ -281,7 +281,7 @@ class Trainer:
             unscored = ScoreFailureCounts.from_groups(work.groups)
             raise RolloutsFailed(f"{where}: {verdict.stop}: {unscored}{self._repair_advice}")
         with WallAndCpuTimer("credit"):
-            self._learners.check_sampled_ids(stage, work)
+            self._learners.check_ids_match_engines(stage, work)
         if self._rollback:
             return
         if not state.stopped:
@@ -354,7 +354,7 @@ class Trainer:
         checkpoint = next(each for each in found if read_state(each).stage == here)
         why, self._rollback = self._rollback, ""
         step = self.state.step
-        self.record.roll_back(checkpoint, self._guard.rollback_lr)
+        self.record.roll_back_to_checkpoint(checkpoint, self._guard.rollback_lr)
         text = (
             f"step {step} ({stage.name}): the run goes back to step {self.state.step} with "
             f"{self.state.lr_scale:g} times the configured learning rate (guard.then=rollback): "
@@ -422,7 +422,7 @@ class Trainer:
         if split == "validation":
             self.state.score = values.get("validation/reward")
         self.record.write_metrics(stage, values)
-        self.record.restart_meter()
+        self.record.restart_cpu_meter()
         self.record.account.take_times()  # an evaluation is not part of a step
         return values
 

@@ -33,7 +33,7 @@ from ramify.types.event import (
     ScoreAdded,
     ToolAnswered,
     TrajectoryBuilder,
-    add_failed_attempt,
+    add_attempt_error,
 )
 from ramify.types.message import Usage
 from ramify.types.run_call_node import RunCallNode
@@ -79,7 +79,7 @@ class CallTree:
         self._acts: dict[type[Event], Callable[[Any], RunCallNode | None]] = {}
 
     @property
-    def run_data(self) -> Trajectory:
+    def trajectory_without_calls(self) -> Trajectory:
         """Data of the run as a whole, such as rewards and cost, without its calls."""
         return self._fold.trajectory
 
@@ -169,7 +169,11 @@ class CallTree:
 
         The last turns of these calls are discarded.
         """
-        self.run_data.stop, self.run_data.answer, self.run_data.reason = None, None, ""
+        (
+            self.trajectory_without_calls.stop,
+            self.trajectory_without_calls.answer,
+            self.trajectory_without_calls.reason,
+        ) = None, None, ""
         nodes = [self.nodes[id] for id in event.forgets]
         for node in nodes:
             node.num_turns = event.forgets[node.id]
@@ -183,7 +187,7 @@ class CallTree:
     def _on_attempt_failed(self, event: RequestAttemptFailed) -> RunCallNode:
         node = self.nodes[event.call]
         self._charge(node, event.usage, event.cost)
-        add_failed_attempt(self.run_data, event)
+        add_attempt_error(self.trajectory_without_calls, event)
         return node
 
     def _on_call_ended(self, event: CallEnded) -> RunCallNode:
@@ -195,21 +199,21 @@ class CallTree:
         if node.spans and len(node.spans) % 2:
             _add_span(node, event.at_s)
         if event.error:
-            self.run_data.errors.append(f"call {event.id}: {event.error}")
+            self.trajectory_without_calls.errors.append(f"call {event.id}: {event.error}")
         return node
 
     def _on_score_added(self, event: ScoreAdded) -> RunCallNode | None:
         node = self.nodes[event.call] if event.call else None
-        before = len(self.run_data.marks)
+        before = len(self.trajectory_without_calls.marks)
         self._fold.apply(event)
         if node is not None:
-            _add_marks(node, self.run_data.marks[before:])
+            _add_marks(node, self.trajectory_without_calls.marks[before:])
         elif self.order and not event.call:
             return self.order[0]  # its row shows the rewards of the run
         return node
 
     def _charge(self, node: RunCallNode, usage: Usage, cost: float | None) -> None:
-        run = self.run_data
+        run = self.trajectory_without_calls
         node.input_tokens += usage.input_tokens
         node.output_tokens += usage.output_tokens
         run.usage += usage
@@ -217,7 +221,7 @@ class CallTree:
             node.cost = (node.cost or 0.0) + cost
             run.cost = (run.cost or 0.0) + cost
 
-    def load_trajectory(self, trajectory: Trajectory) -> None:
+    def build_from_trajectory(self, trajectory: Trajectory) -> None:
         """Build the tree from a complete trajectory instead of events."""
         self._fold.trajectory = trajectory
         for call in trajectory.calls:

@@ -329,7 +329,7 @@ TASK = "task"
 """Name under which a task gives its scores."""
 
 
-def add_failed_attempt(trajectory: Trajectory, event: RequestAttemptFailed) -> None:
+def add_attempt_error(trajectory: Trajectory, event: RequestAttemptFailed) -> None:
     """Record the error of a failed attempt to get a model's reply in the trajectory of the run.
 
     An attempt that was not seen to fail, because its run ended first, is only a warning: it may
@@ -376,7 +376,7 @@ class TrajectoryBuilder:
                 self._requests[event.call] = event
             case RequestAttemptFailed():
                 self._charge(self._calls[event.call], event.usage, event.cost)
-                add_failed_attempt(self.trajectory, event)
+                add_attempt_error(self.trajectory, event)
             case ReplyReceived():
                 call = self._calls[event.call]
                 request = self._requests.pop(event.call)
@@ -437,7 +437,7 @@ class TrajectoryBuilder:
                     if root.parent is None and event.strategy:
                         root.kind = "strategy"
             case ScoreAdded():
-                note_score(self.trajectory, event)
+                apply_score(self.trajectory, event)
             case NoteAdded(is_warning=True):
                 self.trajectory.warnings.append(event.text.removeprefix("warning: "))
             case _:
@@ -511,7 +511,7 @@ def mode_and_reason(metadata: Mapping[str, Any]) -> tuple[str, str]:
     return str(strategy.get("name") or "strategy"), str(strategy.get("reason", ""))
 
 
-def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
+def apply_score(trajectory: Trajectory, event: ScoreAdded) -> None:
     """Add the scores in ``event`` to ``trajectory``."""
     if event.rewards and event.turn < 0:
         rewards = (

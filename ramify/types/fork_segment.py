@@ -51,7 +51,7 @@ class ForkSegment(NamedTuple):
             yield from each.path_ends(share / len(self.continuations))
 
 
-def root_segment(trajectory: Trajectory) -> ForkSegment:
+def first_segment(trajectory: Trajectory) -> ForkSegment:
     """Return the first segment of a forked rollout.
 
     It leads to all other segments.

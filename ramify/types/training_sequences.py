@@ -244,7 +244,7 @@ SequenceUnit = Literal["call", "rollout"]
 calls of a rollout."""
 
 
-def sequence_group_key(name: str, index: int, unit: SequenceUnit = "call") -> str | int:
+def call_or_rollout_key(name: str, index: int, unit: SequenceUnit = "call") -> str | int:
     """Return a key shared by all token sequences of one call, or of one rollout if ``unit`` is
     ``rollout``.
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.viewer.returned_value_index import QUERIES, CellSubcall, match_call_sites
+from ramify.viewer.returned_value_index import QUERIES, CellSubcall, match_subcalls_to_expressions
 
 _MUTATORS = {"append", "extend", "add", "update", "insert", "setdefault", "appendleft"}
 _SAME_ITEMS = {"list", "tuple"}
@@ -138,7 +138,7 @@ class CellValueTracer:
         except (SyntaxError, ValueError, RecursionError):
             self._cell.is_parsed = False
             return self._cell
-        self._sites = match_call_sites(tree, made)
+        self._sites = match_subcalls_to_expressions(tree, made)
         try:
             for statement in tree.body:
                 self._trace_statement(statement)

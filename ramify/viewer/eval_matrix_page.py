@@ -17,7 +17,12 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.evaluate.evaluation_matrix import EvalMatrixPlan, read_matrix
-from ramify.evaluate.matrix_report import EvalMatrixReport, failure_reason, is_right, matrix_report
+from ramify.evaluate.matrix_report import (
+    EvalMatrixReport,
+    compute_matrix_report,
+    failure_reason,
+    is_right,
+)
 from ramify.evaluate.run_evaluation import AttemptOutcome, read_evaluation
 from ramify.evaluate.score_budget_curves import matrix_score_by_budget, score_by_budget_tables
 from ramify.store.durable_files import MATRIX
@@ -41,7 +46,7 @@ def matrix_page_data(library: RunCatalog, key: str) -> dict[str, Any]:
     plan = _matrix_in(path)
     problems: list[str] = []
     outcomes = _outcomes_of(plan, path, problems)
-    found = _data(matrix_report(plan, outcomes), outcomes, str(path))
+    found = _data(compute_matrix_report(plan, outcomes), outcomes, str(path))
     keys = {
         record: library.key_of_path(path.with_name(f"{record}.jsonl"))
         for record, made in outcomes.items()
@@ -58,7 +63,7 @@ def stored_matrix_page(library: RunCatalog, key: str) -> tuple[str, bytes]:
     path = library.find_evaluation_path(key)
     plan = _matrix_in(path)
     outcomes = _outcomes_of(plan, path, [])
-    return plan.id, matrix_html(matrix_report(plan, outcomes), outcomes)
+    return plan.id, matrix_html(compute_matrix_report(plan, outcomes), outcomes)
 
 
 def matrix_html(report: EvalMatrixReport, outcomes: RecordedOutcomes) -> bytes:
@@ -107,8 +112,8 @@ def _data(report: EvalMatrixReport, outcomes: RecordedOutcomes, path: str) -> di
         "id": plan.id,
         "path": path,
         "k": report.k,
-        "items": plan.first_plan.items,
-        "attempts": plan.first_plan.attempts,
+        "items": plan.first_cell_plan.items,
+        "attempts": plan.first_cell_plan.attempts,
         "baseline": report.baseline,
         "rows": msgspec.to_builtins(report.rows),
         "first_error": report.first_error,

@@ -184,7 +184,7 @@ class FileChangeFeeds:
         self._runs: OrderedDict[str, FileChangeFeed[WatchedRun]] = OrderedDict()
         self._trainings: dict[Path, FileChangeFeed[TrainingCurves]] = {}
 
-    def run_feed(self, located: LocatedRun) -> FileChangeFeed[WatchedRun]:
+    def feed_for_run(self, located: LocatedRun) -> FileChangeFeed[WatchedRun]:
         feed = self._runs.get(located.key)
         if feed is None or feed.watched.source != located.run or feed.watched.is_replaced():
             self._runs[located.key] = FileChangeFeed(WatchedRun(located))

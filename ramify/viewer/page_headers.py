@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ramify.viewer.script_bundle import csp_hash, inline_script
+from ramify.viewer.script_bundle import csp_hash, early_script
 
 POLICY = (
-    f"default-src 'none'; script-src 'self' {csp_hash(inline_script())}; style-src "
+    f"default-src 'none'; script-src 'self' {csp_hash(early_script())}; style-src "
     "'self'; img-src 'self' "
     "data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for "

@@ -7,8 +7,8 @@ A sub-call is a model call that a session's code made.
 
 A value that more than ``MAX_SOURCES`` calls returned is not linked. A journal records the sub-calls
 of a cell in the order of their creation, but not the expression that made each one.
-``match_call_sites`` finds that expression. ``data_flow.py`` traces where the results went from
-there, and which calls a text may have come from.
+``match_subcalls_to_expressions`` finds that expression. ``data_flow.py`` traces where the results
+went from there, and which calls a text may have come from.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class CellSubcall(msgspec.Struct, frozen=True):
     question: str
 
 
-def match_call_sites(tree: ast.Module, made: Sequence[CellSubcall]) -> dict[ast.AST, list[str]]:
+def match_subcalls_to_expressions(
+    tree: ast.Module, made: Sequence[CellSubcall]
+) -> dict[ast.AST, list[str]]:
     """Find the expression in a cell's code that made each sub-call.
 
     Returns the ids of the sub-calls for each expression, by its syntax node.
@@ -226,7 +228,7 @@ class ValueOriginIndex:
             return calls
         return self.calls_with(str(_key(match[0]) / 100))
 
-    def texts_of(self, calls: Iterable[str]) -> list[str]:
+    def texts_returned_by(self, calls: Iterable[str]) -> list[str]:
         """Return the strings that ``calls`` returned, the longest first."""
         texts = {text for call in calls for text in self._texts.get(call, ())}
         return sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
@@ -284,7 +286,7 @@ def find_values(
     """
     taken = bytearray(len(text))
     spans: list[ReturnedValueSpan] = []
-    for value in returned.texts_of(calls):
+    for value in returned.texts_returned_by(calls):
         sources = returned.calls_with(value) & calls
         if not sources or NUMBER.fullmatch(value):
             continue

@@ -95,7 +95,7 @@ class RerunStarter:
         point, limits = await asyncio.to_thread(look)
         wanted = RerunFromTurnRequest(located.key, call, turn)
         return {
-            "messages": [{"role": it.role, "text": it.content} for it in point.added_messages],
+            "messages": [{"role": it.role, "text": it.content} for it in point.turn_messages],
             "code": point.turn_code,
             "max_cost": limits.max_cost,
             "estimate": await self.estimate(located, wanted),

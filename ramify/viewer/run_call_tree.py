@@ -64,7 +64,7 @@ class RunCallTree:
     @property
     def run_data(self) -> Trajectory:
         """Data of the run as a whole, such as rewards and cost, without its calls."""
-        return self.calls.run_data
+        return self.calls.trajectory_without_calls
 
     def apply(self, event: AnyEventOutline, offset: int) -> RunCallNode | None:
         """Update the tree with ``event``, whose journal line begins at byte ``offset``.
@@ -113,7 +113,7 @@ class RunCallTree:
 
     def load_trajectory(self, trajectory: Trajectory) -> None:
         """Build the tree from a complete trajectory instead of events."""
-        self.calls.load_trajectory(trajectory)
+        self.calls.build_from_trajectory(trajectory)
         self.version += 1
 
 

@@ -493,7 +493,7 @@ class RunCatalog:
                         else ""
                     ),
                 }
-                for row in table.rows[:MAX_MAP_ROWS]
+                for row in table.question_rows[:MAX_MAP_ROWS]
             ]
             figures = msgspec.structs.asdict(table.summary())
         return {"key": key, **figures, "shown": rows}

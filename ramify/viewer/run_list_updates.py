@@ -53,7 +53,7 @@ class VersionedRunList:
         self._others: dict[str, Any] = {}
         self._others_version = 0
 
-    def rows(self) -> dict[str, Any]:
+    def full_listing(self) -> dict[str, Any]:
         """Return the rows of all runs, and the rest of the viewer's listing, such as
         evaluations."""
         with self._lock:

@@ -90,7 +90,7 @@ def run_overview(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any
     }
 
 
-def call_texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
+def question_and_answer_columns(run: WatchedRun, first: int) -> dict[str, list[str]]:
     """Return the questions and answers of all calls from index ``first`` on, as table columns.
 
     The overview was sent without these.

@@ -30,9 +30,9 @@ from ramify.errors import StoreError
 from ramify.viewer.provenance import provenance
 from ramify.viewer.run_lookup import LocatedRun
 from ramify.viewer.run_overview import run_overview
-from ramify.viewer.shown_sources import source_text, sources
+from ramify.viewer.shown_sources import source_excerpt, sources
 from ramify.viewer.sibling_code import compare_sibling_code
-from ramify.viewer.transcript import find_tokenizer_file, tokens, transcript
+from ramify.viewer.transcript import call_transcript, find_tokenizer_file, tokens
 from ramify.viewer.watched_run import WatchedRun
 
 STATIC = Path(__file__).parent / "static"
@@ -59,7 +59,7 @@ def app_script() -> str:
     return "".join(f"// --- {name}\n{source}\n" for name, source in _modules().items())
 
 
-def inline_script() -> str:
+def early_script() -> str:
     """Return the script that runs before all others, because it is inlined in the page.
 
     It requests the run's data before the other scripts load, because the data takes longest to
@@ -180,7 +180,7 @@ def offline_run_data(run: WatchedRun) -> dict[str, Any]:
     calls, token_views, links, siblings = {}, {}, {}, {}
     for node in run.tree.order:
         try:
-            calls[node.id] = transcript(run, node.id, max_text=MAX_TEXT)
+            calls[node.id] = call_transcript(run, node.id, max_text=MAX_TEXT)
             links[node.id] = provenance(run, node.id)
             if node.outlier:
                 siblings[node.id] = compare_sibling_code(run, node.id)
@@ -213,7 +213,7 @@ def _cited_texts(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, 
     for each in citations:
         name, line = each["source"], each["first_line"]
         try:
-            found[f"{name}/{line}"] = source_text(run, name, line)
+            found[f"{name}/{line}"] = source_excerpt(run, name, line)
         except StoreError:  # deleted, or too large: the page shows the citation alone
             continue
     return found

@@ -82,7 +82,7 @@ def sources(run: WatchedRun) -> dict[str, Any]:
     }
 
 
-def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
+def source_excerpt(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
     """Return ``NUM_LINES`` lines of one text in a run's context, starting shortly before ``line``.
 
     ``key`` is the name of the text. Raises StoreError if there is no such text.

@@ -27,7 +27,7 @@ MAX_TEXT = 20_000
 """Maximum characters of one text, unless the full text is requested."""
 
 
-def transcript(
+def call_transcript(
     run: WatchedRun, id: str, first_turn: int = 0, max_text: int | None = MAX_TEXT
 ) -> dict[str, Any]:
     """Return the transcript of the call ``id`` from turn ``first_turn`` on.

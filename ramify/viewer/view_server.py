@@ -75,18 +75,18 @@ from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.run_comparison import MAX_RUNS, match_calls, overview_and_calls
 from ramify.viewer.run_list_updates import VersionedRunList
 from ramify.viewer.run_lookup import Kind, LocatedRun, detect_file_kind
-from ramify.viewer.run_overview import call_texts, run_overview, struct_fields
+from ramify.viewer.run_overview import question_and_answer_columns, run_overview, struct_fields
 from ramify.viewer.run_text_search import search
 from ramify.viewer.script_bundle import (
     APP,
     STATIC,
     app_script,
-    inline_script,
+    early_script,
     module_source,
     offline_run_page,
 )
 from ramify.viewer.shown_pictures import picture_bytes
-from ramify.viewer.shown_sources import source_text, sources
+from ramify.viewer.shown_sources import source_excerpt, sources
 from ramify.viewer.sibling_code import compare_sibling_code
 from ramify.viewer.training_and_evaluation_pages import (
     EvaluationReportCache,
@@ -96,10 +96,10 @@ from ramify.viewer.training_and_evaluation_pages import (
 )
 from ramify.viewer.transcript import (
     MAX_TEXT,
+    call_transcript,
     exact_request,
     find_tokenizer_file,
     tokens,
-    transcript,
 )
 from ramify.viewer.watched_run import WatchedRun, nth_line
 
@@ -204,7 +204,7 @@ class ViewServer:
         await self._http.start(app)
         if self._first:
             self._reading = asyncio.create_task(
-                self._feeds.run_feed(self._library.find(self._first)).refresh_watched()
+                self._feeds.feed_for_run(self._library.find(self._first)).refresh_watched()
             )
         return self
 
@@ -228,14 +228,14 @@ class ViewServer:
         return json_response({})
 
     async def _runs(self, _: web.Request) -> web.Response:
-        return compressed_response(await asyncio.to_thread(self._listing.rows))
+        return compressed_response(await asyncio.to_thread(self._listing.full_listing))
 
     async def _runs_changes(self, request: web.Request) -> web.Response:
         since = request.query.get("since", "")
         return compressed_response(await asyncio.to_thread(self._listing.changes, since))
 
     def _feed(self, request: web.Request) -> FileChangeFeed[WatchedRun]:
-        return self._feeds.run_feed(self._library.find(_required_parameter(request, "key")))
+        return self._feeds.feed_for_run(self._library.find(_required_parameter(request, "key")))
 
     async def _run(self, request: web.Request) -> web.Response:
         feed = self._feed(request)
@@ -245,12 +245,12 @@ class ViewServer:
 
     async def _texts(self, request: web.Request) -> web.Response:
         first = _number_parameter(request, "from")
-        return await self._inspect_run(request, lambda run: call_texts(run, first))
+        return await self._inspect_run(request, lambda run: question_and_answer_columns(run, first))
 
     async def _call(self, request: web.Request) -> web.Response:
         id, first = _required_parameter(request, "id"), _number_parameter(request, "from")
         length = None if "full" in request.query else MAX_TEXT
-        return await self._inspect_run(request, lambda run: transcript(run, id, first, length))
+        return await self._inspect_run(request, lambda run: call_transcript(run, id, first, length))
 
     async def _compare(self, request: web.Request) -> web.Response:
         keys = request.query.getall("key", [])
@@ -260,7 +260,7 @@ class ViewServer:
             )
         runs = []
         for key in keys:
-            feed = self._feeds.run_feed(self._library.find(key))
+            feed = self._feeds.feed_for_run(self._library.find(key))
             await feed.refresh_watched()
             runs.append(await feed.call_locked(overview_and_calls))
         rows = await asyncio.to_thread(match_calls, [calls for _, calls in runs])
@@ -301,7 +301,7 @@ class ViewServer:
 
     async def _source(self, request: web.Request) -> web.Response:
         name, line = _required_parameter(request, "name"), _number_parameter(request, "line")
-        return await self._inspect_run(request, lambda run: source_text(run, name, line))
+        return await self._inspect_run(request, lambda run: source_excerpt(run, name, line))
 
     async def _search(self, request: web.Request) -> web.Response:
         query = request.query.get("q", "")
@@ -424,7 +424,7 @@ class ViewServer:
     async def _write_review(self, request: web.Request) -> web.Response:
         self._refuse_if_open("saving a review changes the store")
         wanted = await _decode_body(request, SubmitReviewRequest)
-        feed = self._feeds.run_feed(self._library.find(wanted.key))
+        feed = self._feeds.feed_for_run(self._library.find(wanted.key))
         await feed.refresh_watched()
 
         def write(run: WatchedRun) -> dict[str, Any]:
@@ -437,7 +437,7 @@ class ViewServer:
 
     async def _write_verdicts(self, request: web.Request) -> web.Response:
         self._refuse_if_open("saving a label changes the store")
-        wanted = await _decode_body(request, ReviewRunsRequest)
+        wanted = await _decode_body(request, SaveVerdictRequest)
         if not 1 <= len(wanted.keys) <= MAX_LABELLED:
             raise RequestRejected(
                 f"{request.path} labels 1 to {MAX_LABELLED:,} runs, but got {len(wanted.keys):,}"
@@ -457,13 +457,13 @@ class ViewServer:
 
         reviews = {}
         for key in wanted.keys:
-            feed = self._feeds.run_feed(self._library.find(key))
+            feed = self._feeds.feed_for_run(self._library.find(key))
             await feed.refresh_watched()
             reviews[key] = await feed.call_locked(write)
         return json_response({"person": person, "reviews": reviews})
 
     async def _agreements(self, _: web.Request) -> web.Response:
-        listed = await asyncio.to_thread(self._listing.rows)
+        listed = await asyncio.to_thread(self._listing.full_listing)
         return json_response(
             {"agreements": inter_rater_agreements(run.verdicts for run in listed["runs"])}
         )
@@ -550,7 +550,7 @@ class SubmitReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     rewards: dict[str, float] = {}
 
 
-class ReviewRunsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SaveVerdictRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of a request to save one person's verdict and note on several runs."""
 
     keys: tuple[str, ...]
@@ -622,7 +622,7 @@ def _body(name: str) -> bytes:
     if name == "index.html":
         return (
             path.read_text(encoding="utf-8")
-            .replace("<script></script>", f"<script>{inline_script()}</script>")
+            .replace("<script></script>", f"<script>{early_script()}</script>")
             .encode()
         )
     return (

@@ -20,7 +20,7 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import HumanRunReview
-from ramify.store.textless_events import DamagedJournalLine, decode_textless_events
+from ramify.store.textless_events import DamagedJournalLine, decode_event_outlines
 from ramify.types.event import CallEnded, CallStarted, RunStarted
 from ramify.types.run_call_node import RunCallNode
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
@@ -206,7 +206,7 @@ class WatchedRun:
         apply, add, offset = self.tree.apply, changed.add, self.offset
         try:
             for block in self.source.line_blocks(offset):
-                for event, size in decode_textless_events(block, self.source, self._chain):
+                for event, size in decode_event_outlines(block, self.source, self._chain):
                     if isinstance(event, DamagedJournalLine):
                         if self._should_retry(offset):
                             return

@@ -70,12 +70,12 @@ async def trainer(folder: Path) -> None:
     from ramify.inference.http.engine_process import EngineProcess
     from ramify.inference.http.inference_spec import InferenceSpec
     from ramify.train.placement.placement_spec import RewardServiceSpec
-    from ramify.train.placement.reward_services import RewardServices
+    from ramify.train.placement.reward_services import RewardServiceManager
 
     launcher, log = LocalLauncher(), folder / "log"
     command = (sys.executable, "-S", "-c", SERVICE, "{host}", "{port}", str(folder), BELOW)
     judge = RewardServiceSpec(command=command, variable="RAMIFY_TEST_JUDGE")
-    services = RewardServices(launcher, {"judge": judge}, folder, restarts=0)
+    services = RewardServiceManager(launcher, {"judge": judge}, folder, restarts=0)
     await services.start()
     spec = InferenceSpec(command=("sh", "-c", ENGINE, str(folder)))
     engine = EngineProcess(launcher, spec, 0, folder, "float32", 64, folder / "engine.log")

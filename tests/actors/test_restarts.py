@@ -22,17 +22,21 @@ def counted(restarts: int) -> ProcessRestartLimiter:
 def test_consecutive_losses_are_counted_per_name() -> None:
     restarts = counted(2)
     assert [restarts.count_loss("a") for _ in range(3)] == [True, True, False]
-    assert (restarts.count_loss("b"), restarts.num_losses("a"), restarts.num_losses("b")) == (
+    assert (
+        restarts.count_loss("b"),
+        restarts.num_consecutive_losses("a"),
+        restarts.num_consecutive_losses("b"),
+    ) == (
         True,
         3,
         1,
     )
     restarts.record_success("a")
-    assert (restarts.count_loss("a"), restarts.num_losses("a")) == (True, 1)
-    restarts.transfer_losses("a", "c")
-    assert restarts.num_losses("c") == 1
+    assert (restarts.count_loss("a"), restarts.num_consecutive_losses("a")) == (True, 1)
+    restarts.transfer_losses_to_replacement("a", "c")
+    assert restarts.num_consecutive_losses("c") == 1
     restarts.reset_all_losses()
-    assert restarts.num_losses("b") == 0
+    assert restarts.num_consecutive_losses("b") == 0
     assert not counted(0).count_loss("a")
 
 
@@ -44,10 +48,10 @@ def test_each_restart_decision_is_logged_once(tmp_path: Path) -> None:
         attached_handler(FileLogHandler(tmp_path / RUN_LOG)),
         run_log_context("mine"),
     ):
-        assert restarts.record_loss(7, "worker 7 ended")
-        assert restarts.record_loss(7, "worker 7 did not connect")
+        assert restarts.decide_restart(7, "worker 7 ended")
+        assert restarts.decide_restart(7, "worker 7 did not connect")
         restarts.record_recovery(7, "worker 7 is back")
-        assert not restarts.record_loss(7, "worker 7 ended")
+        assert not restarts.decide_restart(7, "worker 7 ended")
     assert said == [
         "worker 7 ended; it is restarted",
         "worker 7 did not connect; it is tried again",

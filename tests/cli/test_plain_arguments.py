@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ramify.cli import main as cli
-from ramify.cli.parser import CliOptionSpec, SubcommandSpec, plain_values
+from ramify.cli.parser import CliOptionSpec, SubcommandSpec, parse_plain_arguments
 
 
 def arguments_of(option: CliOptionSpec) -> list[list[str]]:
@@ -49,7 +49,7 @@ def test_each_option_has_the_value_that_argparse_gives_it(name: str) -> None:
     ],
 )
 def test_everything_else_is_left_to_argparse(arguments: list[str]) -> None:
-    assert plain_values(cli.load_subcommand("ask").options, arguments) is None
+    assert parse_plain_arguments(cli.load_subcommand("ask").options, arguments) is None
 
 
 def test_a_plain_question_does_not_import_argparse() -> None:

@@ -19,7 +19,7 @@ import pytest
 from ramify.cli.parser import ExitCode
 from ramify.cli.progress_display import ProgressDisplay, progress_bar_line
 from ramify.cli.terminal_text import StderrMessageWriter
-from ramify.progress import ProgressState, report_progress
+from ramify.progress import ProgressState, track_progress
 from tests.cli.helpers import SESSION_SCRIPT, Shell
 from tests.cli.test_eval import MINE, RIGHT
 
@@ -147,10 +147,10 @@ def test_line_progress_names_all_running_tasks(capsys: pytest.CaptureFixture[str
     err = ""
     with (
         ProgressDisplay(notes, "lines", has_lines=True),
-        report_progress("sft", 500, "steps") as task,
+        track_progress("sft", 500, "steps") as task,
     ):
         task.set_progress(120, "loss 0.1")
-        with report_progress("saving"):
+        with track_progress("saving"):
             while "sft" not in err:
                 time.sleep(0.05)
                 err += capsys.readouterr().err

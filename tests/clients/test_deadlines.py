@@ -29,7 +29,7 @@ async def test_each_late_block_ends_and_the_others_continue() -> None:
 
     async def wait(after_s: float) -> str:
         try:
-            with deadlines.at(now_s() + after_s):
+            with deadlines.timeout_at(now_s() + after_s):
                 await go_on.wait()
         except TimeoutError:
             return "late"
@@ -46,10 +46,10 @@ async def test_each_late_block_ends_and_the_others_continue() -> None:
 @in_loop
 async def test_a_block_may_be_extended_and_shortened() -> None:
     deadlines = TimeoutScheduler()
-    with deadlines.at(now_s() + 0.01) as deadline:
+    with deadlines.timeout_at(now_s() + 0.01) as deadline:
         deadline.reschedule(now_s() + 600)
         await asyncio.sleep(0.03)
-    late = deadlines.at(now_s() + 600)
+    late = deadlines.timeout_at(now_s() + 600)
 
     async def wait() -> None:
         with late:
@@ -66,7 +66,7 @@ async def test_a_cancellation_from_elsewhere_is_not_a_time_out() -> None:
     deadlines = TimeoutScheduler()
 
     async def wait() -> None:
-        with deadlines.at(now_s() + 600):
+        with deadlines.timeout_at(now_s() + 600):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())
@@ -80,8 +80,8 @@ async def test_a_cancellation_from_elsewhere_is_not_a_time_out() -> None:
 @in_loop
 async def test_the_inner_of_two_blocks_ends_alone() -> None:
     deadlines = TimeoutScheduler()
-    with deadlines.at(now_s() + 600):
-        with pytest.raises(TimeoutError), deadlines.at(now_s() + 0.01):
+    with deadlines.timeout_at(now_s() + 600):
+        with pytest.raises(TimeoutError), deadlines.timeout_at(now_s() + 0.01):
             await asyncio.Event().wait()
         await asyncio.sleep(0)
     task = asyncio.current_task()
@@ -105,7 +105,7 @@ def test_a_thousand_open_blocks_have_one_timer() -> None:
         deadlines, go_on = TimeoutScheduler(), asyncio.Event()
 
         async def wait() -> None:
-            with deadlines.at(now_s() + 600):
+            with deadlines.timeout_at(now_s() + 600):
                 await go_on.wait()
 
         tasks = [asyncio.create_task(wait()) for _ in range(1000)]

@@ -21,11 +21,11 @@ def test_price_of_usage_counts_cached_and_written_tokens():
 def test_every_packaged_price_has_date_and_source():
     table = PriceTable.load()
     for name, entry in table.entries.items():
-        assert entry.price is not None, name
+        assert entry.to_price is not None, name
         assert entry.window is not None, name
         assert re.fullmatch(r"20\d\d-\d\d", entry.taken), name
         assert entry.source, name
-        assert entry.price.output >= entry.price.input > 0, name
+        assert entry.to_price.output >= entry.to_price.input > 0, name
 
 
 def test_price_is_found_by_every_form_of_a_name():

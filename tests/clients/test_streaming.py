@@ -192,7 +192,7 @@ class Streams:
             exchange.send(status, encode(body))
 
     async def _stream(self, exchange, data):
-        exchange.begin("text/event-stream; charset=utf-8")
+        exchange.begin_streamed_response("text/event-stream; charset=utf-8")
         size = self._size or len(data) or 1
         for at in range(0, len(data), size):
             exchange.send_piece(data[at : at + size])

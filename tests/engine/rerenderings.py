@@ -183,7 +183,7 @@ async def _play(change: Callable[[Wire], Wire]) -> Played:
     async with RLM(client) as rlm, AgentModelServer() as endpoint:
 
         async def conduct(conversations: RunModelClient) -> str:
-            with endpoint.register_model_access() as seats:
+            with endpoint.access_registry() as seats:
                 seats["agent"] = AgentModelAccess(conversations, "agent")
                 async with aiohttp.ClientSession(headers=endpoint.headers) as http:
                     return await _agent(http, endpoint.url("agent"), change)

@@ -364,7 +364,7 @@ def test_a_cell_whose_only_answer_is_json_is_that_answer() -> None:
     ],
 )
 def test_untyped_answers_lose_nothing(text: str, value: Any) -> None:
-    assert is_same(FinalAnswerText(text).untyped_value(), value)
+    assert is_same(FinalAnswerText(text).inferred_value(), value)
 
 
 @pytest.mark.parametrize(

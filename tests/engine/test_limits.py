@@ -232,10 +232,10 @@ def test_a_reservation_that_was_made_before_a_report_is_made_again() -> None:
         )
         await first.reserve()
         await second.reserve()
-        assert second.is_still_valid()
+        assert second.confirm_or_release()
         text = first.settle(Usage(10, 890, calls=1), None, "call 0")
         assert text == "m reported 900 tokens for call 0, which had reserved 20 tokens"
-        assert not second.is_still_valid()
+        assert not second.confirm_or_release()
         with pytest.raises(LimitReached):
             await second.reserve()
         assert (ledger.outstanding, ledger.spent.tokens) == (BudgetAmount(), 900)
@@ -259,7 +259,7 @@ def test_nothing_is_admitted_before_requests_in_flight_are_settled() -> None:
         sent.settle(Usage(10, 300, calls=1), None, "call 1")
         await waiting
         assert ledger.outstanding.tokens == 10 + 10 + 490
-        assert third.is_still_valid()
+        assert third.confirm_or_release()
 
     asyncio.run(main())
 
@@ -302,8 +302,8 @@ def test_a_billionth_above_a_limit_is_rounding() -> None:
     assert ledger.limit_exceeded_by(BudgetAmount(cost=most)) is None
     assert ledger.limit_exceeded_by(BudgetAmount(cost=math.nextafter(most, 1))) is Stop.MAX_COST
     reserved = BudgetAmount(1, 20, 0.3)
-    assert not ledger.is_excess(reserved, Usage(1, 1), most)
-    assert ledger.is_excess(reserved, Usage(1, 1), math.nextafter(most, 1))
+    assert not ledger.is_over_reservation(reserved, Usage(1, 1), most)
+    assert ledger.is_over_reservation(reserved, Usage(1, 1), math.nextafter(most, 1))
 
 
 def test_a_limit_may_be_used_up_and_rounding_is_tolerated() -> None:
@@ -446,9 +446,9 @@ def test_a_smaller_request_goes_on_when_the_large_one_before_it_is_cancelled() -
 def test_the_largest_report_of_each_kind_is_kept() -> None:
     """(most, reported, cost) one after the other -> the bound of the next request."""
     most = Usage(100, 50, calls=1)
-    excess = ReservationOverrun().with_report(most, Usage(400, 10), 0.5)
+    excess = ReservationOverrun().updated_with_usage(most, Usage(400, 10), 0.5)
     assert excess == ReservationOverrun(400, 10, 300, 0, 0.5)
-    excess = excess.with_report(most, Usage(20, 80), 0.25)
+    excess = excess.updated_with_usage(most, Usage(20, 80), 0.25)
     assert excess == ReservationOverrun(400, 80, 300, 30, 0.5)
     assert excess.padded_max_usage(Usage(10, 10, calls=1)) == Usage(400, 80, calls=1)
     assert excess.padded_max_usage(Usage(1_000, 1_000)) == Usage(1_300, 1_030)
@@ -470,10 +470,15 @@ def test_an_excess_is_more_than_was_reserved(
     reported: Usage, cost: float | None, is_excess: bool
 ) -> None:
     reserved = BudgetAmount(1, 20, 1.0)
-    assert BudgetLedger(Limits(), priced=True).is_excess(reserved, reported, cost) is is_excess
-    assert not BudgetLedger(Limits(), priced=True).is_excess(BudgetAmount(1, 20), Usage(1, 1), None)
+    assert (
+        BudgetLedger(Limits(), priced=True).is_over_reservation(reserved, reported, cost)
+        is is_excess
+    )
+    assert not BudgetLedger(Limits(), priced=True).is_over_reservation(
+        BudgetAmount(1, 20), Usage(1, 1), None
+    )
     without = BudgetLedger(Limits(), priced=False)
-    assert without.is_excess(reserved, reported, cost) is (reported.total_tokens > 20)
+    assert without.is_over_reservation(reserved, reported, cost) is (reported.total_tokens > 20)
 
 
 def test_what_a_server_charges_for_a_model_without_a_price_is_reserved_next() -> None:
@@ -485,7 +490,7 @@ def test_what_a_server_charges_for_a_model_without_a_price_is_reserved_next() ->
         text = first.settle(Usage(50, 5, calls=1), 0.0, "call 7")
         assert text == "m reported 55 tokens ($0) for call 7, which had reserved 20 tokens ($0)"
         ledger.excess.clear()
-        first.recompute()
+        first.update_for_overrun()
         first.record_excess(Usage(50, 5, calls=1), None, "call 8")
         assert ledger.excess.pop("m").cost == 0.0
         assert ledger.last_excess.endswith("55 tokens for call 8, which had reserved 20 tokens")

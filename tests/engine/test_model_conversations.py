@@ -54,7 +54,7 @@ def test_request_continues_the_call_whose_conversation_it_begins_with() -> None:
         await model.ask([user("a")], thread="other")
         look = Tool("look", "Look.", {"type": "object", "properties": {}})
         await model.ask([user("a"), first.message, user("b")], tools=(look,))
-        assert model.call_ids("other") == ["2"]
+        assert model.agent_call_ids("other") == ["2"]
         return "done"
 
     result = conducted(conduct)
@@ -231,7 +231,7 @@ def test_shared_resource_is_opened_once_and_closed_with_the_rlm() -> None:
 
     async def conduct(model: RunModelClient) -> int:
         events.append("run")
-        return await model.shared_resource("server", server)
+        return await model.get_or_open_shared("server", server)
 
     async def several() -> list[Any]:
         async with RLM(ScriptedClient(["x"])) as rlm:

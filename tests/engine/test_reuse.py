@@ -91,7 +91,7 @@ def test_kept_reply_is_found_for_the_same_request_and_if_whole_for_other_limits(
 
     replies = ReusableReplies(Store(tmp_path))
     assert replies.find(*asked(100)) is None
-    replies.keep(*asked(100), reply)
+    replies.add(*asked(100), reply)
     found = replies.find(*asked(100))
     assert found is not None
     assert found.message == reply.message

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ramify.engine.typed_answers import TypeMismatch, answer_type
+from ramify.engine.typed_answers import TypeMismatch, to_answer_schema
 from ramify.errors import ConfigError
 
 LEVELS = 30
@@ -42,7 +42,7 @@ def doubling(keyword: str, last: Any, **more: Any) -> dict[str, Any]:
 def test_exponential_schema_check_is_stopped_by_a_step_limit(
     schema: dict[str, Any], value: Any, trusted: bool
 ) -> None:
-    kind = answer_type(schema, trusted=trusted)
+    kind = to_answer_schema(schema, trusted=trusted)
     with pytest.raises(TypeMismatch, match="too many steps"):
         kind.convert(value)
 
@@ -94,20 +94,20 @@ def test_legitimate_schemas_work(
 ) -> None:
     if trusted and schema.get("pattern") == "(a+)+$":
         pytest.skip("trusted expressions use Python's re, which takes exponential time here")
-    kind = answer_type(schema, trusted=trusted)
+    kind = to_answer_schema(schema, trusted=trusted)
     assert kind.convert(fits) == fits
     with pytest.raises(TypeMismatch, match=r"at \$"):
         kind.convert(not_fits)
 
 
 def test_unserializable_value_is_a_mismatch() -> None:
-    kind = answer_type({"type": "string"})
+    kind = to_answer_schema({"type": "string"})
     with pytest.raises(TypeMismatch, match="cannot be checked"):
         kind.convert(10**5000)
     with pytest.raises(TypeMismatch, match="not JSON"):
-        answer_type({"type": "array"}).parse_answer("[" * 100_000)
+        to_answer_schema({"type": "array"}).parse_answer("[" * 100_000)
     with pytest.raises(TypeMismatch, match="not JSON"):
-        answer_type({"type": "array"}).parse_answer("```" + "\n" * 100_000)
+        to_answer_schema({"type": "array"}).parse_answer("```" + "\n" * 100_000)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_unserializable_value_is_a_mismatch() -> None:
 )
 def test_untrusted_schema_with_risky_parts_is_refused(schema: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        answer_type(json.loads(json.dumps(schema)), trusted=False)
+        to_answer_schema(json.loads(json.dumps(schema)), trusted=False)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,11 @@ def test_untrusted_schema_with_risky_parts_is_refused(schema: dict[str, Any], sa
 )
 def test_refused_expression_is_answered_with_what_to_write(pattern: str, cure: str) -> None:
     with pytest.raises(ConfigError, match=cure):
-        answer_type({"type": "string", "pattern": pattern}, trusted=False)
+        to_answer_schema({"type": "string", "pattern": pattern}, trusted=False)
 
 
 def test_large_expression_over_a_long_text_is_stopped_by_the_step_limit() -> None:
-    kind = answer_type({"pattern": "a{999}" * 10}, trusted=False)
+    kind = to_answer_schema({"pattern": "a{999}" * 10}, trusted=False)
     with pytest.raises(TypeMismatch, match=r"at \$"):
         kind.convert("a" * 1000)
     with pytest.raises(TypeMismatch, match="too many steps"):

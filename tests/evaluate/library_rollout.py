@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 
 from examples.verifiers_environments import made
 from ramify.evaluate.verifiers_chat_harness import register_chat_harness
-from ramify.evaluate.verifiers_episodes import register_taskset
+from ramify.evaluate.verifiers_episodes import ensure_taskset_id
 
 
 async def library_episode(name: str, url: str, *, row: int = 0, harness: str = "") -> vf.Episode:
@@ -32,7 +32,7 @@ async def library_episode(name: str, url: str, *, row: int = 0, harness: str = "
         for field, info in config_class.model_fields.items()
         if isinstance(info.default, vf.AgentConfig)
     ]
-    known = taskset.config.model_copy(update={"id": register_taskset(taskset)})
+    known = taskset.config.model_copy(update={"id": ensure_taskset_id(taskset)})
     played = env_class(
         config_class.model_validate({"taskset": known, **dict.fromkeys(seats, seat)})
     )

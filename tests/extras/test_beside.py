@@ -9,7 +9,7 @@ import pytest
 import ramify.extras
 from ramify.extras import ENTRY_POINTS, EXTRA_COMMANDS
 from ramify.plugins import PluginRegistry, registries
-from ramify.sandbox.base import SANDBOXES, SandboxSpec, check_provider
+from ramify.sandbox.base import SANDBOXES, SandboxSpec, check_provider_exists
 from tests.test_house import check_house
 
 FOLDERS = sorted(path.parent.name for path in Path(ramify.extras.__path__[0]).glob("*/__init__.py"))
@@ -44,7 +44,7 @@ OLD_PLACES = {
     "ramify.train.signals.programs:ShuffledHints": "ramify.extras.studies.programs.judges",
     "ramify.train.signals.programs:StepRules": "ramify.extras.studies.programs.judges:ProgramErrorJudge",
     "ramify.agents.agent_task:AgentTask": "ramify.agents.agent_task:ExternalAgentTask",
-    "ramify.extras.studies.hindsight_hints:DemonstrationHints": "ramify.extras.studies.hindsight_hints:SolutionHints",
+    "ramify.extras.studies.hindsight_hints:DemonstrationHints": "ramify.extras.studies.hindsight_hints:SolutionHintSource",
     "ramify.extras.studies.hindsight_hints:Hindsight": "ramify.extras.studies.hindsight_hints:HindsightHints",
     "ramify.extras.studies.hindsight_hints:NextMessageHints": "ramify.extras.studies.hindsight_hints:NextMessageHintSource",
     "ramify.extras.studies.programs.judges:RuleJudge": "ramify.extras.studies.programs.judges:RuleHintJudge",
@@ -101,7 +101,7 @@ def test_every_group_of_names_has_a_registry() -> None:
 
 def test_a_sandbox_that_an_old_run_stored_resolves() -> None:
     spec = SandboxSpec(provider="ramify.tasks.programs.evaluator", allow_weaker=True)
-    check_provider(spec)
+    check_provider_exists(spec)
     assert (
         SANDBOXES.resolve(spec.provider).__name__
         == "ramify.extras.studies.programs.program_interpreter"

@@ -55,10 +55,10 @@ def assert_as_expected(done: list[GenerationState], asked: list[dict[str, Any]])
         ours = by_prompt[tuple(request["prompt_ids"]), request["draw"]]
         alone = REFERENCE.get(str(request)) or expected(POLICY, GenerationState(**request))
         REFERENCE[str(request)] = alone
-        assert (ours.sampled_ids, ours.end, ours.candidate_ids) == (
+        assert (ours.sampled_ids, ours.end, ours.candidate_ids_by_token) == (
             alone.sampled_ids,
             alone.end,
-            alone.candidate_ids,
+            alone.candidate_ids_by_token,
         )
         torch.testing.assert_close(
             torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5
@@ -237,7 +237,7 @@ def test_new_weights_apply_from_the_next_step() -> None:
         running.step()
     before = list(generation.sampled_ids)
     made.model.load_state_dict(other.model.state_dict())
-    running.set_weight_version(version=4)
+    running.mark_weights_changed(version=4)
     drained(running)
     assert [(span.start, span.end, span.version) for span in generation.version_spans] == [
         (0, 8, 0),

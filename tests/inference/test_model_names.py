@@ -19,7 +19,7 @@ from ramify.errors import ConfigError
 from ramify.inference.local import connect
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import load_policy, save_policy
-from ramify.trained_policy_settings import PolicyTrainingSettings, packaged_policy_names
+from ramify.trained_policy_settings import PolicyRolloutSettings, packaged_policy_names
 from tests.inference.helpers import policy
 from tests.models.test_load import GPT2, made
 
@@ -47,7 +47,7 @@ def test_scaffold_that_a_model_was_made_for_is_detected(tmp_path: Path) -> None:
     (tmp_path / "before").mkdir()
     shutil.copy(tmp_path / "scratch" / "chat_template.jinja", tmp_path / "before")
     own = policy()
-    own.card = PolicyTrainingSettings("bare", max_turns=3)
+    own.card = PolicyRolloutSettings("bare", max_turns=3)
     save_policy(own, tmp_path / "own")
     save_policy(made(GPT2), tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
@@ -90,7 +90,7 @@ def test_packaged_policy_is_connected_by_name(tmp_path: Path) -> None:
 
 def test_limits_of_a_policy_are_defaults_and_a_broken_card_is_named(tmp_path: Path) -> None:
     made_to_stop = policy()
-    made_to_stop.card = PolicyTrainingSettings("bare", max_turns=3, max_reply_tokens=20)
+    made_to_stop.card = PolicyRolloutSettings("bare", max_turns=3, max_reply_tokens=20)
     save_policy(made_to_stop, tmp_path)
     with ramify.RLM(f"local:{tmp_path}") as rlm:
         assert (rlm.limits.max_turns, rlm.limits.max_reply_tokens) == (3, 20)

@@ -104,7 +104,7 @@ def test_replies_match_a_plain_forward_pass(name: str) -> None:
         prompts = [[*done[tuple(each)].ids, turn, 5] for each in prompts]
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(0.7)
-        engine.set_weight_version(turn + 1)
+        engine.mark_weights_changed(turn + 1)
 
 
 @torch.no_grad()

@@ -68,7 +68,7 @@ class BothCaches:
             end += len(span.ids)
             rows += [end - 1] if is_wanted else []
         attend = PrefillDecodeAttention(cache, step, wanted)
-        at_wanted = attend.at_wanted(1, q[rows] + 1, k - 1, v, scale)
+        at_wanted = attend.attend_for_logits(1, q[rows] + 1, k - 1, v, scale)
         torch.testing.assert_close(at_wanted, outputs[1][rows], rtol=0, atol=1e-5)
         return torch.stack(outputs)
 

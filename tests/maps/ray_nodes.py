@@ -38,7 +38,7 @@ class RayNodes:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": "",
         }
-        # As ``keep_loopback_address`` sets it, for the processes that join.
+        # As ``patch_ray_loopback`` sets it, for the processes that join.
         self.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         self._stderr = open(f"{self._folder}/stderr", "w+")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -129,9 +129,9 @@ def started(start: Callable[[], Any]) -> Any:
 
 def main() -> None:
     """Start a node, and follow what stdin says until it ends."""
-    from ramify.actors.ray_cluster import keep_loopback_address
+    from ramify.actors.ray_cluster import patch_ray_loopback
 
-    keep_loopback_address()
+    patch_ray_loopback()
     from ray.cluster_utils import Cluster
 
     node: dict[str, Any] = {

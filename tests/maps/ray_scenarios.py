@@ -174,7 +174,7 @@ def main() -> None:
     from ramify.actors.ray_cluster import RayClusterConnection
 
     cluster = RayClusterConnection(is_quiet=True)
-    cluster.join()
+    cluster.join_or_start()
     scenarios = Scenarios(Path(sys.argv[1]), int(sys.argv[2]))
     found: dict[str, Any] = {}
     names = ("csv", "parquet", "texts", "bucket", "sessions", "failures", "pauses", "asker")

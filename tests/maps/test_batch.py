@@ -15,7 +15,7 @@ import ramify
 from ramify import testing
 from ramify.clients.provider_batch_apis import split
 from ramify.errors import ConfigError
-from ramify.maps.api import map_limits
+from ramify.maps.api import total_map_limits
 from ramify.maps.map_journal import TableMapStore, read_lines
 from ramify.maps.map_journal_state import MapJournalState
 from ramify.maps.map_run import TableMapRun, TableMapSpec
@@ -199,14 +199,14 @@ def test_a_map_that_stops_leaves_its_batch_and_collects_it(provider: str, tmp_pa
     async def work(map: BatchedMap) -> None:
         request = TableMapSpec(
             question="Which word?",
-            budget=map_limits(None, None, None),
+            budget=total_map_limits(None, None, None),
             columns=("text",),
             out=map.out,
             batch=True,
         )
         rlm = ramify.RLM(map.model, store=map.store)
         started = TableMapRun(rlm, open_rows(texts(4)), request)
-        at_look(map.server, started.stop)
+        at_look(map.server, started.stop_gracefully)
         result = await started.run()
         (id,) = map.server.batches
         assert (result.stop, result.num_waiting) == ("stopped", 4)

@@ -350,13 +350,13 @@ def test_a_cluster_of_another_ray_or_python_is_one_sentence(cluster: Cluster, na
 
 def test_an_address_without_a_cluster_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"^the Ray cluster at 127.0.0.1:1 cannot be reached"):
-        RayClusterConnection("127.0.0.1:1").join()
+        RayClusterConnection("127.0.0.1:1").join_or_start()
     server = testing.ScriptedServer(lambda messages: "yes")
     event_loop_thread.run(server.__aenter__())
     try:
         address = server.url.removeprefix("http://").removesuffix("/v1")
         with pytest.raises(ConfigError, match=f"^the server at {address} is not the head of"):
-            RayClusterConnection(address).join()
+            RayClusterConnection(address).join_or_start()
     finally:
         event_loop_thread.run(server.__aexit__())
 

@@ -10,7 +10,7 @@ import pytest
 from ramify.errors import StoreError
 from ramify.maps.map_journal import RAY_MAPS, MapJournalHeader, RayMapHeaderFields, TableMapStore
 from ramify.maps.map_output import AddedAnswerColumns
-from ramify.maps.map_table import row_events
+from ramify.maps.map_table import row_to_run_events
 from ramify.maps.part_output import open_output_folder
 from ramify.maps.row_source import RowSource
 from ramify.maps.shared_budget import TableMapSpending
@@ -44,7 +44,7 @@ def stored(home: Path, out: Path) -> Path:
     )
     for part in range(2):
         data = [
-            {"id": n, "text": f"row {n}", **ADDED.row_values(*rows[n])}
+            {"id": n, "text": f"row {n}", **ADDED.added_values(*rows[n])}
             for n in range(2 * part, 2 * part + 2)
         ]
         unfinished = ".unfinished" * part
@@ -81,15 +81,15 @@ def test_it_is_listed_shown_and_deleted(tmp_path: Path) -> None:
 def test_its_rows_are_read_again_if_a_part_changes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     table = open_map_table(stored(tmp_path / "home", out))
-    assert [row.state for row in table.rows] == ["answered", "failed", "answered", "open"]
+    assert [row.state for row in table.question_rows] == ["answered", "failed", "answered", "open"]
     first = out / "part-00000-000000.jsonl"
     first.write_text(first.read_text().replace("yes", "maybe"))
-    assert table.refresh().rows[0].answer == "maybe"
+    assert table.refresh().question_rows[0].answer == "maybe"
     with pytest.raises(StoreError, match="the answers but not the replies"):
-        row_events(table, 0)
+        row_to_run_events(table, 0)
     first.write_text("")
     with pytest.raises(StoreError, match=f"^the parts of map {ID} cannot be read: .* has no rows"):
-        _ = table.rows
+        _ = table.question_rows
 
 
 def test_the_page_shows_it_without_runs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ramify.engine.prompt_scaffold import scaffold_of
 from ramify.errors import ConfigError
 from ramify.models.model_config_files import local_model_folder
-from ramify.trained_policy_settings import FILE, PolicyTrainingSettings, read_policy_settings
+from ramify.trained_policy_settings import FILE, PolicyRolloutSettings, read_policy_settings
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_card_that_cannot_be_read_does_not_count_as_absent(tmp_path: Path) -> No
 
 def test_chat_template_in_another_encoding_is_that_of_another_model(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    assert read_policy_settings(tmp_path) == PolicyTrainingSettings()
+    assert read_policy_settings(tmp_path) == PolicyRolloutSettings()
 
 
 def test_unknown_scaffold_of_a_card_is_reported_with_the_card(tmp_path: Path) -> None:
@@ -60,6 +60,6 @@ def test_folder_of_a_run_is_answered_with_the_folder_of_its_policy(tmp_path: Pat
     (tmp_path / FILE).write_text(json.dumps({"checkpoint": "step-000007", "step": 7}))
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text("{}")
-    assert read_policy_settings(tmp_path) == PolicyTrainingSettings()
+    assert read_policy_settings(tmp_path) == PolicyRolloutSettings()
     with pytest.raises(ConfigError, match=r"the policy of this run is .*/policy$"):
         local_model_folder(tmp_path)

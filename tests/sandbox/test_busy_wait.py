@@ -14,7 +14,7 @@ import pytest
 from ramify.errors import SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
 from ramify.sandbox.guest.busy_wait import BUSY_S, AdaptiveBusyWait
-from ramify.sandbox.host.transport import SharedConnectionBuffers, SocketStream
+from ramify.sandbox.host.transport import SandboxConnectionState, SocketStream
 from tests.sandbox.jail_helpers import answer
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="sessions are measured on Linux")
@@ -23,7 +23,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="sessions are meas
 class Stream:
     """A stream and the other end of its socket."""
 
-    def __init__(self, shared: SharedConnectionBuffers) -> None:
+    def __init__(self, shared: SandboxConnectionState) -> None:
         ours, self.guest = socket.socketpair()
         self.stream = SocketStream(ours, shared)
         self.wait = shared.busy_wait
@@ -61,7 +61,7 @@ def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 @contextmanager
 def streams(count: int) -> Iterator[list[Stream]]:
-    shared = SharedConnectionBuffers()
+    shared = SandboxConnectionState()
     begin_to_wait(shared.busy_wait)
     with ExitStack() as stack:
         made = [Stream(shared) for _ in range(count)]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.sandbox.base import SandboxSpec, provider_spec, warning_of
+from ramify.sandbox.base import SandboxSpec, isolation_warning, provider_spec
 from ramify.sandbox.providers.process import WARNING, ProcessSandbox
 
 linux = pytest.mark.skipif(
@@ -176,7 +176,7 @@ def test_weak_sandbox_warning_is_silenced_only_by_naming_it() -> None:
         (SandboxSpec(provider="process"), WARNING),
         (SandboxSpec(provider="process", allow_weaker=True), None),
     ):
-        assert warning_of(ProcessSandbox(spec), spec) == warning
+        assert isolation_warning(ProcessSandbox(spec), spec) == warning
 
 
 def test_mounts_are_refused_by_providers_without_them() -> None:

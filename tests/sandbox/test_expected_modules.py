@@ -12,7 +12,7 @@ import pytest
 from ramify import RLM, Limits, Scaffold, ScriptedClient
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SharedContextValue, expect_module
-from ramify.sandbox.host.process_transport import pid_of
+from ramify.sandbox.host.process_transport import pid_of_pidfd
 from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.providers.jail import JailSandbox
 from ramify.types.message import Message
@@ -125,7 +125,7 @@ def test_server_that_was_killed_gets_the_module_again() -> None:
     async def test(sandbox: JailSandbox) -> None:
         expect_module(sandbox, "m", MODULE)
         session = await opened(sandbox)
-        for pid in descendants(os.getpid()) - {pid_of(session.pidfd)}:
+        for pid in descendants(os.getpid()) - {pid_of_pidfd(session.pidfd)}:
             os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.3)
         again = await opened(sandbox)

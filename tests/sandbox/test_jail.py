@@ -19,7 +19,7 @@ from other_user import AS_NOBODY, VERSION, own_path, readable
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import JailSpec, SandboxSpec, SharedContextValue, open_sandbox
-from ramify.sandbox.host.process_transport import pid_of
+from ramify.sandbox.host.process_transport import pid_of_pidfd
 from ramify.sandbox.jail import seccomp_requests
 from ramify.sandbox.providers.jail import WEAKER, JailSandbox, launch, launched, probe
 from ramify.sandbox.providers.process import ProcessSandbox
@@ -117,7 +117,7 @@ def test_root_becomes_unprivileged_user_inside() -> None:
     async def test(jail: JailSandbox) -> None:
         session = await jail.open()
         assert await value(session, "import os; os.getuid() != 0 and os.geteuid() != 0") == "True"
-        status = Path(f"/proc/{pid_of(session.pidfd)}/status").read_text()
+        status = Path(f"/proc/{pid_of_pidfd(session.pidfd)}/status").read_text()
         lines = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
         assert lines["Uid"].split()[0] != "0"
         assert (lines["CapEff"], lines["CapPrm"], lines["NoNewPrivs"], lines["Seccomp"]) == (

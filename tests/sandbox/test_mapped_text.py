@@ -15,7 +15,7 @@ from ramify.sandbox.base import (
     FileBackedText,
     SandboxSpec,
     SharedContextValue,
-    mapped_text,
+    map_text_file,
     open_sandbox,
 )
 from tests.sandbox.jail_helpers import descendants
@@ -30,7 +30,7 @@ def in_file(path: Path, text: str, encoding: str = "utf-8") -> FileBackedText:
     path.write_bytes(text.encode(encoding))
     fd = os.open(path, os.O_RDONLY)
     try:
-        return mapped_text(fd, str(path))
+        return map_text_file(fd, str(path))
     finally:
         os.close(fd)
 

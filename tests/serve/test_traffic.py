@@ -25,8 +25,8 @@ from ramify.serve.policy_server import PolicyServer
 from ramify.serve.recursive_run_server import RecursiveRunServer
 from ramify.serve.redaction import RedactionRules
 from ramify.serve.traffic_recorder import (
-    ConversationRecorder,
     PolicyFactsForRecorder,
+    ServedTrafficRecorder,
     TrafficRetention,
 )
 from ramify.store.folder_store import Store
@@ -56,7 +56,7 @@ class Traffic:
     """A recording server, and a client of it."""
 
     def __init__(
-        self, server: PolicyServer, recorder: ConversationRecorder, engine: LoggingClient
+        self, server: PolicyServer, recorder: ServedTrafficRecorder, engine: LoggingClient
     ) -> None:
         self.server = server
         self.recorder = recorder
@@ -93,7 +93,7 @@ class Traffic:
 @asynccontextmanager
 async def serving(folder: Path, *patterns: str, **limits: Any) -> AsyncIterator[Traffic]:
     engine = LoggingClient()
-    recorder = ConversationRecorder(
+    recorder = ServedTrafficRecorder(
         folder,
         PolicyFactsForRecorder.from_policy(POLICY),
         RedactionRules(patterns),
@@ -371,13 +371,13 @@ def test_other_stores_are_refused(tmp_path: Path) -> None:
         pass
     mine = PolicyFactsForRecorder.from_policy(POLICY)
     with pytest.raises(ConfigError, match="not recorded traffic"):
-        ConversationRecorder(tmp_path / "used", mine)
+        ServedTrafficRecorder(tmp_path / "used", mine)
     with pytest.raises(ConfigError, match="cannot create"):
-        ConversationRecorder("/proc/nowhere", mine)
-    asyncio.run(ConversationRecorder(tmp_path / "mine", mine).close())
+        ServedTrafficRecorder("/proc/nowhere", mine)
+    asyncio.run(ServedTrafficRecorder(tmp_path / "mine", mine).close())
     other = PolicyFactsForRecorder.from_policy(policy(max_position_embeddings=2048, hidden_size=16))
     with pytest.raises(ConfigError, match="another base model"):
-        ConversationRecorder(tmp_path / "mine", other)
+        ServedTrafficRecorder(tmp_path / "mine", other)
 
 
 @pytest.mark.parametrize("pattern", ["(", "a*"])
@@ -413,12 +413,12 @@ import asyncio, sys
 from pathlib import Path
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve.policy_server import PolicyServer
-from ramify.serve.traffic_recorder import PolicyFactsForRecorder, ConversationRecorder
+from ramify.serve.traffic_recorder import PolicyFactsForRecorder, ServedTrafficRecorder
 from ramify.http_server.access import ListenAddress
 from tests.serve.test_traffic import POLICY
 
 async def main():
-    recorder = ConversationRecorder(Path(sys.argv[1]), PolicyFactsForRecorder.from_policy(POLICY))
+    recorder = ServedTrafficRecorder(Path(sys.argv[1]), PolicyFactsForRecorder.from_policy(POLICY))
     async with PolicyServer(LocalClient(POLICY), name="mine", recorder=recorder, key="k" * 20) as s:
         print(s.url, flush=True)
         await asyncio.sleep(3600)
@@ -474,7 +474,7 @@ def test_a_killed_server_loses_only_replies_in_flight(tmp_path: Path) -> None:
 def test_runs_are_recorded_with_their_ids_and_scored(tmp_path: Path) -> None:
     async def test() -> None:
         engine = LoggingClient()
-        recorder = ConversationRecorder(
+        recorder = ServedTrafficRecorder(
             tmp_path / "traffic", PolicyFactsForRecorder.from_policy(POLICY)
         )
         limits = Limits(max_turns=2, max_reply_tokens=8)

@@ -263,7 +263,7 @@ def test_full_disk_error_names_file_and_leaves_no_partial_line(
 RESERVE = """
 import resource, signal, sys
 from ramify.errors import StoreError
-from ramify.store.durable_files import RESERVE_BYTES, release_reserve, reserve_file_size
+from ramify.store.durable_files import RESERVE_BYTES, release_reserve, disk_reserve_bytes
 from ramify.store.folder_store import Store
 from ramify.types.event import NoteAdded, RunEnded
 from ramify.types.trajectory import Stop
@@ -272,12 +272,12 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = Store(sys.argv[1])
 journal = store.create("r1")
 append_all(journal, short_run("r1", ended=False))
-print(journal.trouble, reserve_file_size(store.root) == RESERVE_BYTES)
+print(journal.trouble, disk_reserve_bytes(store.root) == RESERVE_BYTES)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
 try:
     journal.append(NoteAdded(call="0", text="x" * 5000))
 except StoreError as error:
-    print(type(journal.trouble).__name__, reserve_file_size(store.root))
+    print(type(journal.trouble).__name__, disk_reserve_bytes(store.root))
 try:
     journal.append(RunEnded(stop=Stop.FINAL))
 except StoreError as error:

@@ -19,12 +19,12 @@ from ramify.store.durable_files import (
     RESERVE_BYTES,
     FsyncFlusher,
     StoreSizeMonitor,
+    disk_reserve_bytes,
     make_folder,
     max_store_bytes,
     release_reserve,
     remove_file,
     reserve_disk_space,
-    reserve_file_size,
     write_all,
 )
 from ramify.store.folder_store import Store
@@ -95,18 +95,18 @@ def test_a_folder_that_another_process_creates_meanwhile_is_used(tmp_path: Path)
 
 
 def test_the_reserve_is_allocated_once_and_released_once(tmp_path: Path) -> None:
-    assert reserve_file_size(tmp_path) == 0
+    assert disk_reserve_bytes(tmp_path) == 0
     reserve_disk_space(tmp_path)
     (reserve,) = tmp_path.iterdir()
-    assert RESERVE_BYTES == reserve_file_size(tmp_path) == 4 * 1024 * 1024
+    assert RESERVE_BYTES == disk_reserve_bytes(tmp_path) == 4 * 1024 * 1024
     assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
     assert mode(reserve) == 0o600
     os.truncate(reserve, 5 * 1024 * 1024)
     reserve_disk_space(tmp_path)
-    assert reserve_file_size(tmp_path) == 5 * 1024 * 1024
+    assert disk_reserve_bytes(tmp_path) == 5 * 1024 * 1024
     assert [release_reserve(tmp_path), release_reserve(tmp_path)] == [True, False]
     reserve_disk_space(tmp_path / "gone")  # no error: the store works without it
-    assert reserve_file_size(tmp_path) == 0
+    assert disk_reserve_bytes(tmp_path) == 0
 
 
 def test_a_disk_without_space_for_the_reserve_keeps_no_empty_file(tmp_path: Path) -> None:

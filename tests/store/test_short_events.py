@@ -16,7 +16,7 @@ from ramify.types.trajectory import Call, Trajectory
 SHORT_PARTS = {
     "reply": textless_events.ReplyBill,
     "calls": list[textless_events.CallOutline],
-    "turns": list[textless_events.TurnPlaceholder],
+    "turns": list[textless_events.CountOnlyTurn],
 }
 
 

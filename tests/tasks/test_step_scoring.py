@@ -12,7 +12,7 @@ import pytest
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.mcp_task import TaskWithMcpTools
 from ramify.tasks.base import DatasetTask, Item
-from ramify.tasks.batch_scoring import is_scored_by_step, score_batch_with_timeout
+from ramify.tasks.batch_scoring import is_batch_scored, score_batch_with_timeout
 from ramify.tasks.mixture import mixture
 from ramify.tasks.scoring.batched import BatchedReward
 from ramify.tasks.validation import answer_only_trajectory, validate
@@ -50,9 +50,9 @@ def test_only_rewards_without_a_batch_size_wait_for_their_step() -> None:
     def one(completions: list[str]) -> list[float]:
         return [1.0 for _ in completions]
 
-    assert is_scored_by_step(task_with(one), ITEMS[0])
-    assert not is_scored_by_step(task_with(one, max_batch=8), ITEMS[0])
-    assert not is_scored_by_step(DatasetTask("t", {"train": ITEMS}, lambda a, i: 1.0), ITEMS[0])
+    assert is_batch_scored(task_with(one), ITEMS[0])
+    assert not is_batch_scored(task_with(one, max_batch=8), ITEMS[0])
+    assert not is_batch_scored(DatasetTask("t", {"train": ITEMS}, lambda a, i: 1.0), ITEMS[0])
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ single = DatasetTask("single", splits(), lambda answer, item: 1.0)
 
 def test_mixture_calls_each_part_once_and_contains_its_errors() -> None:
     task = parts("broken")
-    items = [item for item in task.splits["train"][:9] if is_scored_by_step(task, item)]
+    items = [item for item in task.splits["train"][:9] if is_batch_scored(task, item)]
     assert {item.id[0] for item in items} == {"a", "b"}
     rollouts = [(item, answer_only_trajectory(item, item.gold)) for item in items]
     errors = score_batch_with_timeout(task, rollouts, 60)
@@ -147,7 +147,7 @@ def test_mixture_calls_each_part_once_and_contains_its_errors() -> None:
 def test_task_with_mcp_servers_is_scored_as_the_task_itself() -> None:
     pytest.importorskip("mcp")
     wrapped = TaskWithMcpTools(same, "no-such-server")
-    assert is_scored_by_step(wrapped, ITEMS[0])
+    assert is_batch_scored(wrapped, ITEMS[0])
     assert score_all(wrapped, ["0", "x"]) == [{"correct": 1.0}, {"correct": 0.0}]
     seen.clear()
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import register_cleanup
+from ramify.actors.launcher import add_to_exit_stack
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.advantages.group_estimators import GRPO
@@ -39,7 +39,7 @@ from ramify.train.losses.total_loss import LossSpec
 from ramify.train.policy_dependent_defaults import with_policy_defaults
 from ramify.train.recipe import load_recipe, load_stored_run
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.trained_policy_settings import PolicyTrainingSettings, read_policy_settings
+from ramify.trained_policy_settings import PolicyRolloutSettings, read_policy_settings
 from tests.shown import heard
 from tests.train.small import SHAPE, assemble, small
 
@@ -185,9 +185,9 @@ def test_saved_policy_names_its_scaffold_and_its_limits(tmp_path: Path) -> None:
     own.write_text("from ramify.engine.prompt_scaffold import TINY\n")
     limits = {"max_turns": 2, "max_reply_tokens": 8}
     for scaffold, named in (("tiny", "tiny"), (f"{own}:TINY", None)):
-        assemble(small(scaffold=scaffold)).save_initial_policy(tmp_path / "policy")
+        assemble(small(scaffold=scaffold)).export_initial_policy(tmp_path / "policy")
         card = read_policy_settings(tmp_path / "policy")
-        expected = PolicyTrainingSettings(
+        expected = PolicyRolloutSettings(
             named, **limits, is_from_scratch=True, task=small().task.name
         )
         assert card == expected
@@ -377,7 +377,7 @@ def test_every_part_is_closed_even_if_others_fail() -> None:
         with heard(messages.append):
             async with contextlib.AsyncExitStack() as stack:
                 for part, close in reversed(parts.items()):
-                    register_cleanup(stack, part, close)
+                    add_to_exit_stack(stack, part, close)
                 if error is not None:
                     raise error
 

@@ -15,7 +15,7 @@ from ramify.train.advantages.base import with_reduction
 from ramify.train.config import CHOICES, Run, to_plain_data
 from ramify.train.config_overrides import override
 from ramify.train.named_objectives import OBJECTIVES
-from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
+from ramify.train.other_trainer_presets import PRESETS, choices_by_field, with_preset
 from ramify.train.preflight import check_objective
 from tests.train.small import small
 
@@ -24,7 +24,7 @@ BASE = Run(policy=train.PolicySpec(path="tiny"), rl=train.RlSpec(steps=7))
 
 def rl_of(*overrides: str, preset: str | None = None, run: Run = BASE) -> train.RlSpec:
     base = run if preset is None else with_preset(run, preset)
-    rl = override(base, overrides, override_choices(preset)).rl
+    rl = override(base, overrides, choices_by_field(preset)).rl
     assert rl is not None
     return rl
 
@@ -123,7 +123,7 @@ def test_names_of_another_kind_are_explained() -> None:
     without = Run(policy=train.PolicySpec(path="tiny"), sft=train.SftSpec(demos="ledger"))
     for preset in (None, "trl"):
         with pytest.raises(ConfigError, match="has no rl stage to set an objective for"):
-            override(without, ["rl.objective=gspo"], override_choices(preset))
+            override(without, ["rl.objective=gspo"], choices_by_field(preset))
 
 
 def test_objective_under_a_preset_is_as_that_trainer_has_it() -> None:

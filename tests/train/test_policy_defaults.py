@@ -103,7 +103,7 @@ def test_saved_policy_keeps_its_thinking_setting(
 ) -> None:
     policy = PolicySpec(path=str(checkpoints / "qwen3"), thinking=thinking)
     trained = assemble(msgspec.structs.replace(run_of(policy), scaffold="default"))
-    trained.save_initial_policy(tmp_path)
+    trained.export_initial_policy(tmp_path)
     asked = [Message("user", "Hm?")]
     prompts = {
         switch: load_policy(tmp_path, thinking=switch).renderer.prompt(asked)

@@ -18,7 +18,7 @@ from ramify.errors import ConfigError
 from ramify.train.config import Run
 from ramify.train.config_overrides import override
 from ramify.train.named_objectives import OBJECTIVES
-from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
+from ramify.train.other_trainer_presets import PRESETS, choices_by_field, with_preset
 from tests.docs.pages import ROOT, script
 
 BATCHES = range(4)
@@ -36,7 +36,7 @@ def peers() -> ModuleType:
 
 
 def rl_with_preset(preset: str, *overrides: str) -> train.RlSpec:
-    rl = override(with_preset(BASE, preset), overrides, override_choices(preset)).rl
+    rl = override(with_preset(BASE, preset), overrides, choices_by_field(preset)).rl
     assert rl is not None
     return rl
 

@@ -11,7 +11,7 @@ from ramify.errors import ConfigError
 from ramify.train import GRPO, DrGRPO, train
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Schedule
-from ramify.train.config_redaction import check_types
+from ramify.train.config_redaction import check_field_types
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.rollouter import RolloutOptions
@@ -55,8 +55,8 @@ def test_value_of_wrong_type_is_named_before_the_run(
 
 
 def test_correct_types_pass_the_check() -> None:
-    check_types(small())
-    check_types(small(evaluate=EvaluateSpec(final=["test"])))  # type: ignore[arg-type]
+    check_field_types(small())
+    check_field_types(small(evaluate=EvaluateSpec(final=["test"])))  # type: ignore[arg-type]
 
 
 def test_algorithms_can_be_given_by_name() -> None:

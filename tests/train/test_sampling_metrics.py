@@ -18,12 +18,12 @@ from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.sampling_metrics import (
     advantage_metrics,
     advantage_reward_correlation,
+    entropy_and_control_metrics,
     kl,
     num_sampled_tokens,
-    probe_sequences,
     rollout_sampling_metrics,
+    select_probe_sequences,
     store_logprob_gaps,
-    token_metrics,
     within_group_correlation,
 )
 from ramify.types.trajectory import Group, Stop
@@ -104,9 +104,11 @@ def test_entropy_is_over_all_sampled_tokens_but_those_of_judges() -> None:
     sure = msgspec.structs.replace(judge.turns[0].reply, logprobs=(0.0,) * 50)
     judge.turns[0] = msgspec.structs.replace(judge.turns[0], reply=sure)
     tree.calls.append(judge)
-    assert token_metrics(groups) == {"entropy": 0.5, "control_tokens": 0}
-    assert token_metrics(groups, [11, 99])["control_tokens"] == 1  # each reply has tokens 10, 11, …
-    assert token_metrics([]) == {}
+    assert entropy_and_control_metrics(groups) == {"entropy": 0.5, "control_tokens": 0}
+    assert (
+        entropy_and_control_metrics(groups, [11, 99])["control_tokens"] == 1
+    )  # each reply has tokens 10, 11, …
+    assert entropy_and_control_metrics([]) == {}
 
 
 def test_correlation_is_within_groups() -> None:
@@ -133,18 +135,22 @@ def test_sample_is_a_small_share_and_does_not_depend_on_the_order() -> None:
     ]
     for index, tree in enumerate(each for group in groups for each in group.trajectories):
         tree.id = f"rollout {index}"
-    rows = probe_sequences(groups, 1.0, 3)
+    rows = select_probe_sequences(groups, 1.0, 3)
     assert len(rows) == 4
     assert all((row.rl == row.mask).all() for row in rows)
-    assert {row.name for row in rows} == {row.name for row in probe_sequences(groups[::-1], 1.0, 3)}
-    assert {row.name for row in rows} != {row.name for row in probe_sequences(groups, 1.0, 4)}
+    assert {row.name for row in rows} == {
+        row.name for row in select_probe_sequences(groups[::-1], 1.0, 3)
+    }
+    assert {row.name for row in rows} != {
+        row.name for row in select_probe_sequences(groups, 1.0, 4)
+    }
 
 
 def test_gap_of_each_scored_token_is_noted_in_its_rollout() -> None:
     tree = trees.tree(trees.call("0", 2, 3), reward=1.0)
     tree.id = "step=1/group=0"
     groups = [Group("a", [tree])]
-    (row,) = probe_sequences(groups, 1.0, 1)
+    (row,) = select_probe_sequences(groups, 1.0, 1)
     store_logprob_gaps(groups, [row])
     assert "logprob_gaps" not in tree.metadata  # not scored
     row.streams["old_logprobs"] = row.sampler_logprobs + np.where(row.mask, 0.25, 0.0)

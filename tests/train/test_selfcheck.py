@@ -284,12 +284,12 @@ def test_trajectory_ids_must_match_those_the_engine_saw(
 ) -> None:
     checked = check(made, engine)
     groups = roll_out(made, checked.seen)
-    checked.check_token_ids(groups)
+    checked.check_ids_from_engine(groups)
     with pytest.raises(
         TrainError,
         match=r"step=0/group=0/rollout=0/call=0/turn=0: the engine was never given these \d+ ids",
     ):
-        checked.check_token_ids(groups)  # the ids of earlier steps are forgotten
+        checked.check_ids_from_engine(groups)  # the ids of earlier steps are forgotten
     groups = roll_out(made, checked.seen)
     turns = groups[0].trajectories[1].root.turns
     reply = turns[0].reply
@@ -299,7 +299,7 @@ def test_trajectory_ids_must_match_those_the_engine_saw(
     )
     turns[0] = msgspec.structs.replace(turns[0], reply=changed)
     with pytest.raises(TrainError, match="rollout=1/call=0/turn=0"):
-        checked.check_token_ids(groups)
+        checked.check_ids_from_engine(groups)
 
 
 def test_lost_or_doubled_loss_weight_is_detected(

@@ -23,7 +23,7 @@ from ramify.evaluate.traffic_scores import (
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, load_policy, save_policy
 from ramify.serve.redaction import RedactionRules
-from ramify.serve.traffic_recorder import ConversationRecorder, PolicyFactsForRecorder
+from ramify.serve.traffic_recorder import PolicyFactsForRecorder, ServedTrafficRecorder
 from ramify.store.folder_store import Store
 from ramify.store.reviews import HumanRunReview
 from ramify.testing.scripted_client import ScriptedClient
@@ -72,7 +72,7 @@ def record(
 
     async def go() -> None:
         engine = LocalClient(made, slots=32)
-        recorder = ConversationRecorder(
+        recorder = ServedTrafficRecorder(
             store, PolicyFactsForRecorder.from_policy(made), RedactionRules(patterns)
         )
 

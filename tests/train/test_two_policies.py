@@ -51,7 +51,7 @@ letters = DatasetTask("letters", generated("letters", _make), TrajectoryRewardFu
 
 def begin(out: Path) -> Path:
     """Save a random initial policy."""
-    assemble(small(warmup=None, rl=None)).save_initial_policy(out / "policy")
+    assemble(small(warmup=None, rl=None)).export_initial_policy(out / "policy")
     return out / "policy"
 
 

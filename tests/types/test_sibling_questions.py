@@ -74,7 +74,7 @@ def marked(answers: list[Any], question: str = "Sum the revenue column of sheet 
             call.answer, call.error = None, str(call.answer)
     run.calls = [root, *children]
     tree = CallTree()
-    tree.load_trajectory(run)
+    tree.build_from_trajectory(run)
     return [node.outlier for node in tree.order if node.outlier]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ramify import Store
 from ramify.evaluate.evaluation_matrix import EvalMatrixCell, EvalMatrixPlan, EvaluationMatrixStore
-from ramify.evaluate.matrix_report import matrix_report
+from ramify.evaluate.matrix_report import compute_matrix_report
 from ramify.evaluate.run_evaluation import AttemptOutcome, EvaluationPlan
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
@@ -139,7 +139,9 @@ def test_page_on_a_phone_does_not_overflow(
 
 def test_file_opens_offline(browser: Any, stored: StoredMatrix, tmp_path: Path) -> None:
     path = tmp_path / "matrix.html"
-    path.write_bytes(matrix_html(matrix_report(stored.plan, stored.outcomes), stored.outcomes))
+    path.write_bytes(
+        matrix_html(compute_matrix_report(stored.plan, stored.outcomes), stored.outcomes)
+    )
     with tab(browser) as shown:
         shown.page.context.set_offline(True)
         page = shown.open(path.as_uri())

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.event_loop_thread import run_in_thread
+from ramify.engine.event_loop_thread import run_in_daemon_thread
 from ramify.errors import ConfigError, RamifyError, did_you_mean
 from ramify.evaluate.attempt import GRACE_S, UNANSWERED
 from ramify.evaluate.run_evaluation import (
@@ -166,7 +166,7 @@ async def attempt_with_system(
     trajectory = _trajectory(item, given, seat)
     if given.answer is not None or seat.exhausted is not None or not seat.outage:
         try:
-            await run_in_thread(score_with_timeout, task, item, trajectory, GRACE_S)
+            await run_in_daemon_thread(score_with_timeout, task, item, trajectory, GRACE_S)
         except RamifyError as error:
             trajectory.errors.append(str(error))
     else:

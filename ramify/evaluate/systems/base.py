@@ -131,7 +131,7 @@ class MeteredModelAccess:
             self.refusal, self.exhausted = sentence, limit
 
     @contextmanager
-    def track_request(self) -> Iterator[None]:
+    def cancellable_request(self) -> Iterator[None]:
         """Mark the current asyncio task as busy with a model request, for the duration of a
         ``with`` block.
 

@@ -23,7 +23,7 @@ import msgspec
 from ramify.actors.child_process import ChildProcess
 from ramify.actors.command_template import passed_environment
 from ramify.actors.output_pipe import OutputPipe
-from ramify.engine.event_loop_thread import run_in_thread
+from ramify.engine.event_loop_thread import run_in_daemon_thread
 from ramify.evaluate.systems.base import MeteredModelAccess
 from ramify.terminal_sanitizer import replace_unprintable
 
@@ -146,7 +146,7 @@ class _ProgramRun:
                 self._loop.remove_reader(child)
                 if child.poll() is None:
                     # Shielded, because a cancelled attempt must not leave the program running.
-                    await asyncio.shield(run_in_thread(child.end, _END_S))
+                    await asyncio.shield(run_in_daemon_thread(child.end, _END_S))
                 self.status = child.poll() or 0
                 self.output, self.errors = (
                     output.finish_reading(self._loop),
@@ -182,12 +182,12 @@ async def _start_program(
             words, environment=environment, inherits=False, folder=folder, files=(None, *files)
         )
 
-    starting = asyncio.ensure_future(run_in_thread(start))
+    starting = asyncio.ensure_future(run_in_daemon_thread(start))
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
         # The thread uses the pipes until it has ended.
         await asyncio.wait([starting])
         if starting.exception() is None:
-            await run_in_thread(starting.result().end, 0.0)
+            await run_in_daemon_thread(starting.result().end, 0.0)
         raise

@@ -55,7 +55,7 @@ class SchedulerJobOptions(msgspec.Struct, frozen=True, kw_only=True):
     SkyPilot's ``resources``."""
 
 
-class JobSubmitCommand(msgspec.Struct, frozen=True):
+class SubmitShellCommand(msgspec.Struct, frozen=True):
     """A shell command that submits a job or prepares its submission, for example by creating a
     secret."""
 
@@ -84,7 +84,7 @@ class SchedulerJobFiles(msgspec.Struct, frozen=True):
 
     texts: dict[str, str]
     """File name -> text of the file."""
-    commands: tuple[JobSubmitCommand, ...]
+    commands: tuple[SubmitShellCommand, ...]
 
 
 def job_files(
@@ -158,7 +158,7 @@ def _slurm_files(
         'exit "$code"',
     ]
     texts = {"job.sbatch": "\n".join(lines) + "\n", "node.sh": node_script(job)}
-    command = JobSubmitCommand(("sbatch", f"{folder}/job.sbatch"), variables=options.secrets)
+    command = SubmitShellCommand(("sbatch", f"{folder}/job.sbatch"), variables=options.secrets)
     return SchedulerJobFiles(texts, (command,))
 
 
@@ -221,7 +221,7 @@ def _kubernetes_files(
     text = "---\n".join(f"{to_yaml(each)}\n" for each in objects)
     secret = ("kubectl", "create", "secret", "generic")
     commands = [
-        JobSubmitCommand(
+        SubmitShellCommand(
             (*secret, _secret_name(job, name), f"--from-file={name}=/dev/stdin"),
             variables=(name,),
             stdin=name,
@@ -229,7 +229,7 @@ def _kubernetes_files(
         )
         for name in (*([KEY] if job.needs_cluster_secret else []), *options.secrets)
     ]
-    apply = JobSubmitCommand(("kubectl", "apply", "-f", f"{folder}/job.yaml"))
+    apply = SubmitShellCommand(("kubectl", "apply", "-f", f"{folder}/job.yaml"))
     return SchedulerJobFiles({"job.yaml": text}, (*commands, apply))
 
 
@@ -370,7 +370,7 @@ def _skypilot_files(
     task["run"] = "\n".join([*start, f"{limit}bash -c {text} node {group.cpus} {group.gpus}\n"])
     words = ["sky", "jobs", "launch", "--yes", "--detach-run"]
     words += [word for name in secrets for word in ("--secret", name)]
-    command = JobSubmitCommand((*words, f"{folder}/task.yaml"), variables=secrets)
+    command = SubmitShellCommand((*words, f"{folder}/task.yaml"), variables=secrets)
     return SchedulerJobFiles({"task.yaml": f"{to_yaml(task)}\n"}, (command,))
 
 
@@ -402,7 +402,7 @@ def _ray_files(
     script = f"{folder}/node.sh"
     words = ("ray", "job", "submit", "--no-wait", "--", "bash", script)
     return SchedulerJobFiles(
-        {"node.sh": node_script(job, is_in_cluster=True)}, (JobSubmitCommand(words),)
+        {"node.sh": node_script(job, is_in_cluster=True)}, (SubmitShellCommand(words),)
     )
 
 

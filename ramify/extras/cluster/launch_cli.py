@@ -25,7 +25,7 @@ from ramify.extras.cluster.plan_and_simulate_commands import recipe_from_argumen
 from ramify.secret_redaction import SecretRedactor
 
 if TYPE_CHECKING:
-    from ramify.extras.cluster.job_files import JobSubmitCommand, SchedulerJobFiles
+    from ramify.extras.cluster.job_files import SchedulerJobFiles, SubmitShellCommand
 
 _RUN_S = 600.0
 """Time limit for one scheduler command, in seconds."""
@@ -146,7 +146,7 @@ def _write(made: SchedulerJobFiles, folder: Path) -> list[str]:
     return [os.path.relpath(folder / name) for name in made.texts]
 
 
-def _submit(command: JobSubmitCommand, folder: Path) -> None:
+def _submit(command: SubmitShellCommand, folder: Path) -> None:
     """Run one of the scheduler commands that submit a job.
 
     It is skipped if its check (``unless``) succeeds. Raises ConfigError with the scheduler's

@@ -20,7 +20,7 @@ was never full, or a model without a run. It sends single requests, a long promp
 concurrent requests, all of random words, which no cache contains. It takes a few minutes on a slow
 engine, and costs tokens on a paid one.
 
-``step_cpu_times`` reads the CPU time of a run's steps from its metrics:
+``read_step_cpu_times`` reads the CPU time of a run's steps from its metrics:
 
     batch16.decode/steps: 311, batch16.decode/cpu_s: 1.42, cpu/loop_s: 1.31, …
         ->  StepRolloutCpuTime(step=12, cores=2, loop_s=1.31, sessions_s=2.74, engine=[…])
@@ -115,7 +115,7 @@ def fit(
     ConfigError if there are too few requests.
     """
     usable = [each for each in requests if each.sampled and each.ended_s > each.begun_s]
-    served = delay_to_free_slots(usable, None if slots is None else slots * engines / hidden)
+    served = queue_for_slots(usable, None if slots is None else slots * engines / hidden)
     if len(served) < 4:
         raise ConfigError(
             f"only {len(served)} of {len(requests)} requests can be used to measure engine speed: "
@@ -195,7 +195,7 @@ def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
     )
 
 
-def delay_to_free_slots(
+def queue_for_slots(
     requests: Sequence[MeasuredRequest], room: float | None
 ) -> list[MeasuredRequest]:
     """Delay the start times of requests as if the engines had only ``room`` KV-cache slots.
@@ -398,7 +398,7 @@ class StepRolloutCpuTime(msgspec.Struct, frozen=True, kw_only=True):
     engine: list[EngineStepTotals]
 
 
-def step_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[StepRolloutCpuTime]:
+def read_step_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[StepRolloutCpuTime]:
     """Yield the recorded CPU time of each step of a run, given its folder and its metrics.
 
     Earlier versions recorded CPU times in a separate file, which is read as well.

@@ -106,7 +106,7 @@ def estimate_engine_memory(
     )
 
 
-def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimate:
+def estimate_sessions_memory(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimate:
     """Estimate the RAM that empty sandboxed sessions need in a rollout worker or the run's own
     process.
 
@@ -120,7 +120,7 @@ def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> M
     )
 
 
-def session_memory_limits(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
+def sandbox_memory_limits(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
     """Yield the name and the bytes of each memory limit beyond which a session is killed.
 
     0 stands for a fraction of the machine's memory.
@@ -174,9 +174,9 @@ def max_batch_tokens(run: Run, shape: ModelParameterCounts, device: DeviceHardwa
 
     This is the configured number, or else as many as fit into the memory for activations.
     """
-    from ramify.train.backends.activation_memory import LEAST_TOKENS, activation_room
+    from ramify.train.backends.activation_memory import LEAST_TOKENS, max_activation_bytes
 
-    room = activation_room(int(device.memory_gb * 1e9))
+    room = max_activation_bytes(int(device.memory_gb * 1e9))
     return run.compute.max_tokens or max(LEAST_TOKENS, room // _per_token(run, shape, device))
 
 

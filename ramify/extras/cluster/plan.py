@@ -33,7 +33,7 @@ from ramify.train.config import Run
 from ramify.train.metrics import FILE
 from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import NodePoolSpec, PlacementSpec
-from ramify.train.placement_plan import colocation_reason, num_processes_by_role, with_sleep_mode
+from ramify.train.placement_plan import colocation_reason, num_processes_by_role, resolve_sleep_mode
 
 _THREE_QUARTERS = "three quarters of the machine's"
 _SHOWN = 6
@@ -304,12 +304,12 @@ def _parts(
     if run.rl is not None:
         room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
         rollout_workers = max(1, num["rollouts"])
-        limits = dict(memory_estimates.session_memory_limits(run, rollout_workers))
+        limits = dict(memory_estimates.sandbox_memory_limits(run, rollout_workers))
         yield RoleProcesses(
             "sessions",
             rollout_workers,
             "cpu",
-            memory_estimates.estimate_session_memory(run, rollout_workers, room),
+            memory_estimates.estimate_sessions_memory(run, rollout_workers, room),
             limits,
         )
 
@@ -327,7 +327,7 @@ def _colocated_processes(
     Raises ConfigError if engines would have to sleep and answer requests at the same time.
     """
     kind = "cpu" if devices[0].is_cpu else "cuda"
-    engines = with_sleep_mode(run, kind)
+    engines = resolve_sleep_mode(run, kind)
     colocated = any(
         {"trainer", "inference"} <= set(group)
         for group in (run.placement or PlacementSpec()).colocate

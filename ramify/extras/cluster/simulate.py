@@ -39,7 +39,7 @@ from ramify.extras.cluster.simulated_rollout import (
     SimulatedRolloutGroup,
 )
 from ramify.extras.cluster.simulation_inputs import SimulationInputs
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 
 
 class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,7 +243,7 @@ class _Simulation:
                 attempt for group in groups for attempt in group.attempts if not attempt.is_given_up
             ]
             num_learnt = sum(attempt.rollout.trainer_tokens for attempt in completed)
-            yield self._env.timeout(self._measured.draw_preparation_time(draw))
+            yield self._env.timeout(self._measured.draw_learning_delay(draw))
             learn_s, publish_s = self._measured.draw_learning_times(
                 draw, num_learnt, self._setting.ranks
             )
@@ -457,7 +457,7 @@ def simulate_settings(
             "staleness, devices), fewer steps, or fewer items and groups"
         )
     results = []
-    with report_progress("simulating", len(settings), "settings") as progress:
+    with track_progress("simulating", len(settings), "settings") as progress:
         for setting in settings:
             results.append(simulate(measured, setting, steps=steps, seed=seed))
             progress.set_progress(len(results))

@@ -102,7 +102,7 @@ Spans = list[tuple[int, float]]
 """(weight version, number of tokens sampled with it) pairs, in order."""
 
 
-class ReplayRequestTokens(NamedTuple):
+class SimulatedRequestTokens(NamedTuple):
     """The token ids of one engine request, as recorded in the measured run.
 
     The simulation replays them to predict cache hits.
@@ -124,7 +124,7 @@ class _RunningSequence:
         sampled: int,
         done: Event,
         owner: object,
-        known: ReplayRequestTokens | None,
+        known: SimulatedRequestTokens | None,
     ) -> None:
         self.new = new
         self.context = context
@@ -214,7 +214,7 @@ class SimulatedEngine:
         context: int,
         sampled: int,
         owner: object = None,
-        known: ReplayRequestTokens | None = None,
+        known: SimulatedRequestTokens | None = None,
     ) -> Event:
         """Simulate a request to the engine for a reply of ``sampled`` tokens.
 

@@ -37,8 +37,8 @@ from simpy import Environment, Event, Resource
 from ramify.extras.cluster.measured_engine_rate import InferenceEngineSpeed
 from ramify.extras.cluster.rollout_workloads import CallWorkload, Ids, RolloutWorkload, TurnWorkload
 from ramify.extras.cluster.simulated_engine import (
-    ReplayRequestTokens,
     SimulatedEngine,
+    SimulatedRequestTokens,
     Spans,
     pick_least_loaded_engine,
 )
@@ -270,7 +270,7 @@ class RolloutSimulator:
                 new,
                 engine,
                 attempt,
-                None if path is None else ReplayRequestTokens(path, name),
+                None if path is None else SimulatedRequestTokens(path, name),
             )
             if not index and call.host_s:
                 yield self.spend_session_time(call.host_s)
@@ -295,7 +295,7 @@ class RolloutSimulator:
         new: int,
         engine: SimulatedEngine,
         attempt: SimulatedRollout,
-        known: ReplayRequestTokens | None,
+        known: SimulatedRequestTokens | None,
     ) -> Process:
         with self._wire.request() as place:
             yield place

@@ -32,7 +32,7 @@ from ramify.extras.cluster.measured_engine_rate import (
     StepRolloutCpuTime,
     fit,
     non_negative_least_squares,
-    step_cpu_times,
+    read_step_cpu_times,
 )
 from ramify.extras.cluster.rollout_workloads import (
     CallWorkload,
@@ -51,7 +51,7 @@ CPU_CACHE_BYTES = 2 << 30
 """Default cache size of the embedded engine on a CPU."""
 
 
-class MeasurementRunSettings(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of the run in which the inputs of a simulation were measured.
 
     They include sizes such as the number of engines. A simulation uses them unless it is given
@@ -85,7 +85,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
 
     groups: list[list[RolloutWorkload]]
     rate: InferenceEngineSpeed
-    sizes: MeasurementRunSettings
+    sizes: MeasuredRunSettings
     learn_base_s: float
     """Seconds of learning per step, independent of the number of tokens."""
     learn_token_s: float
@@ -147,7 +147,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
         turns = (turn for rollout in rollouts for call in rollout.calls() for turn in call.turns)
         return max((turn.context + turn.sampled for turn in turns), default=1)
 
-    def draw_preparation_time(self, draw: random.Random) -> float:
+    def draw_learning_delay(self, draw: random.Random) -> float:
         """Draw a random delay in seconds between the end of a step's rollouts and the start of
         learning.
 
@@ -207,7 +207,7 @@ def read_measured_run(
     # Groups that dynamic sampling discarded also used the engine, but were not recorded.
     hidden = max(1.0, tried / sizes.items)
     spent = (
-        [each for each in step_cpu_times(run, list(done.values())) if each.step in steps]
+        [each for each in read_step_cpu_times(run, list(done.values())) if each.step in steps]
         if sizes.embedded
         else []
     )
@@ -292,7 +292,7 @@ def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 def _read_run_settings(
     run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]
-) -> MeasurementRunSettings:
+) -> MeasuredRunSettings:
     """Read the sizes and settings of the measured run from its configuration.
 
     Missing sizes are counted in the saved rollouts.
@@ -306,7 +306,7 @@ def _read_run_settings(
     limits = config.get("limits") or {}
     group = max(len(group) for groups in steps for group in groups)
     items = max(len(groups) for groups in steps)
-    return MeasurementRunSettings(
+    return MeasuredRunSettings(
         items=sample.get("items", items),
         group=rollout.get("group", group),
         concurrency=rollout.get("concurrency", items * group),
@@ -349,7 +349,7 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 
 
 def _fit_engine_rate(
-    trees: Sequence[Trajectory], sizes: MeasurementRunSettings, hidden: float
+    trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float
 ) -> InferenceEngineSpeed:
     """Fit the speed of the run's inference engines to the requests in recorded trajectories.
 
@@ -517,7 +517,7 @@ def _preparation_seconds(
     done: dict[int, metric_file.StepMetrics],
     saved: dict[int, list[Trajectory]],
     steps: Sequence[int],
-    sizes: MeasurementRunSettings,
+    sizes: MeasuredRunSettings,
 ) -> list[float]:
     """Return the seconds for preparing each step's data after its rollouts have ended.
 

@@ -33,7 +33,7 @@ class StepTokenCounts(msgspec.Struct, frozen=True):
         return self.sampled + self.given
 
     @property
-    def mean_length(self) -> float:
+    def tokens_per_rollout(self) -> float:
         return self.num_learnt_tokens / max(self.rollouts, 1)
 
     @classmethod

@@ -162,7 +162,7 @@ def _estimate_learning(
     why = (
         f"{tokens.num_learnt_tokens:.3g} tokens, {forward_pass_equivalents(run):g} "
         "forward passes' worth of "
-        f"{forward_flop_per_token(shape, tokens.mean_length):.3g} FLOP each, on "
+        f"{forward_flop_per_token(shape, tokens.tokens_per_rollout):.3g} FLOP each, on "
         f"{groups * sizes.tensor} of {ranks} x {device.name} at {device.tflops:g} TFLOP/s x "
         f"{shares.train:g}"
     )
@@ -188,7 +188,9 @@ def _estimate_sampling(
     """
     products = device.tflops * 1e12 * shares.prefill
     reading = (
-        tokens.given * forward_flop_per_token(shape, tokens.mean_length / 2) / (engines * products)
+        tokens.given
+        * forward_flop_per_token(shape, tokens.tokens_per_rollout / 2)
+        / (engines * products)
     )
     concurrency = run.rl.rollout.concurrency if run.rl is not None else 1
     at_once = max(
@@ -198,9 +200,9 @@ def _estimate_sampling(
         ),
     )
     itemsize = weight_itemsize(run, device)
-    cached = at_once * tokens.mean_length / 2 * shape.cache_bytes_per_token(itemsize)
+    cached = at_once * tokens.tokens_per_rollout / 2 * shape.cache_bytes_per_token(itemsize)
     by_bandwidth = (shape.products * itemsize + cached) / (device.gb_per_s * 1e9 * shares.decode)
-    by_products = at_once * forward_flop_per_token(shape, tokens.mean_length / 2) / products
+    by_products = at_once * forward_flop_per_token(shape, tokens.tokens_per_rollout / 2) / products
     token_s = max(by_bandwidth, by_products)
     drawing = tokens.sampled / engines / at_once * token_s
     return reading + drawing, (

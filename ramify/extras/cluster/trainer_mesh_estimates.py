@@ -163,7 +163,7 @@ def learning_seconds(
 
     The estimate includes communication and waiting.
     """
-    flop = forward_pass_equivalents(run) * forward_flop_per_token(shape, tokens.mean_length)
+    flop = forward_pass_equivalents(run) * forward_flop_per_token(shape, tokens.tokens_per_rollout)
     products = _most_tokens(sizes, tokens) * flop / sizes.tensor
     products_s = products / (device.tflops * 1e12 * shares.train)
     if run.compute.backend != "fsdp":
@@ -192,7 +192,7 @@ def sent_bytes(
     backward = batches if run.compute.shard.gather == "layer" else 1
     dense, experts = shape.parameters - shape.experts, shape.experts
     trained = shape.num_trained_parameters / shape.parameters
-    along_experts = sizes.expert_shard if sizes.experts > 1 else sizes.shard
+    along_experts = sizes.num_expert_shards if sizes.experts > 1 else sizes.shard
     reduces = 2 if device.is_cpu else 1  # gloo sums on every rank, and then keeps a part
     shard = replicas = 0.0
     for parameters, outside, along, split in (

@@ -25,10 +25,10 @@ from typing import Any
 
 from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
 from ramify.extras.sandboxes.monty_cells import (
-    MontyCell,
-    inspect_cell,
+    RunningMontyCell,
+    analyze_cell,
+    exception_for_monty,
     is_encodable,
-    to_builtin_exception,
 )
 from ramify.pip_install_command import install_command
 from ramify.sandbox.base import (
@@ -109,8 +109,8 @@ class MontySandbox:
                 self._pool = pool
         session = MontySession(self._monty, self._pool, self._spec, self._sessions.discard)
         self._sessions.add(session)
-        await session.begin()
-        await session.seed(seed)
+        await session.start_worker()
+        await session.seed_random(seed)
         if context is not None:
             await session.set("context", context.in_memory_copy().value, reserved=True)
         return session
@@ -141,7 +141,7 @@ class MontySession:
         self._loop = asyncio.get_running_loop()
         self._checkout: Any = None
         self._worker: Any = None
-        self._cell: MontyCell | None = None
+        self._cell: RunningMontyCell | None = None
         self._num_cells = 0
         self._num_feeds = 0
         self._cell_of: dict[int, int] = {}
@@ -157,7 +157,7 @@ class MontySession:
         self._last: Any = None
         self._last_output = ""
 
-    async def begin(self, state: bytes | None = None) -> None:
+    async def start_worker(self, state: bytes | None = None) -> None:
         """Start the session's worker process, either fresh or from a saved session state."""
         limits = {"max_memory": self._spec.memory_bytes, "max_suspensions": 1_000_000}
         self._checkout = self._pool.checkout(limits=limits)
@@ -165,7 +165,7 @@ class MontySession:
         if state is not None:
             await self._worker.load_session(state)
 
-    async def seed(self, seed: str) -> None:
+    async def seed_random(self, seed: str) -> None:
         await self._feed(f"import random\nrandom.seed({int.from_bytes(seed.encode()[:32], 'big')})")
 
     async def _feed(self, code: str, **options: Any) -> Any:
@@ -189,7 +189,7 @@ class MontySession:
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         with self._claim_session():
             self._num_cells += 1
-            cell = self._cell = MontyCell(answer, self._spec.max_output_bytes)
+            cell = self._cell = RunningMontyCell(answer, self._spec.max_output_bytes)
             # If the cell is stopped, a new worker continues from this state.
             state = await self._worker.dump()
             work = asyncio.ensure_future(self._execute(cell, code))
@@ -228,7 +228,10 @@ class MontySession:
         return CellResult(shown, note, cell.stopped)
 
     async def _await_cell(
-        self, cell: MontyCell, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
+        self,
+        cell: RunningMontyCell,
+        work: asyncio.Future[tuple[str | None, str | None]],
+        limit_s: float,
     ) -> tuple[str | None, str | None]:
         """Wait until a code cell ends, is interrupted, or reaches its time limit.
 
@@ -251,11 +254,11 @@ class MontySession:
         await asyncio.wait((work,))
         return None, None
 
-    async def _execute(self, cell: MontyCell, code: str) -> tuple[str | None, str | None]:
+    async def _execute(self, cell: RunningMontyCell, code: str) -> tuple[str | None, str | None]:
         # Monty's tracebacks number every input of the worker, not only cells.
         self._cell_of[self._num_feeds] = self._num_cells
         self._num_feeds += 1
-        assigned, has_echo, uses_last = inspect_cell(code)
+        assigned, has_echo, uses_last = analyze_cell(code)
         inputs = {"_": self._last} if uses_last and self._last is not None else None
         self._names |= assigned
         try:
@@ -283,7 +286,7 @@ class MontySession:
             else f"<{output.name} object>"
         ), None
 
-    async def _run_timed_step(self, cell: MontyCell, work: Any) -> Any:
+    async def _run_timed_step(self, cell: RunningMontyCell, work: Any) -> Any:
         """Run one step of the Monty interpreter, and count its duration as the cell's working
         time."""
         before, started = cell.worked_s, self._loop.time()
@@ -297,7 +300,7 @@ class MontySession:
             raise
         return task.result()
 
-    async def _next(self, cell: MontyCell, step: Any) -> Any:
+    async def _next(self, cell: RunningMontyCell, step: Any) -> Any:
         """Answer the request that paused a code cell, and resume the cell.
 
         For example, the request is a function call. Return the next step of the cell.
@@ -317,7 +320,7 @@ class MontySession:
             value = await asyncio.to_thread(self._lent[name], *args, **kwargs)
             return step.resume({"return_value": value})
         except Exception as error:  # noqa: BLE001  (from the module or the cell's arguments: raised in the cell)
-            return step.resume({"exception": to_builtin_exception(error)})
+            return step.resume({"exception": exception_for_monty(error)})
 
     def _to_plain_data(self, value: Any) -> Any:
         """Convert instances of classes defined in the sandboxed session to plain data.
@@ -361,7 +364,7 @@ class MontySession:
     async def _undo(self, state: bytes) -> None:
         with contextlib.suppress(Exception):  # it may be gone already
             await self._checkout.__aexit__(None, None, None)
-        await self.begin(state)
+        await self.start_worker(state)
         self._num_feeds = 0
         self._cell_of.clear()
 
@@ -500,7 +503,7 @@ class MontySession:
         finally:
             cell.calls.discard(future)
 
-    async def _answer(self, cell: MontyCell, name: str, args: Any, kwargs: Any) -> Any:
+    async def _answer(self, cell: RunningMontyCell, name: str, args: Any, kwargs: Any) -> Any:
         try:
             return roundtrip_copy(await cell.answer(name, args, kwargs))
         except HostCallError as error:

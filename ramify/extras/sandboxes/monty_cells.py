@@ -16,7 +16,7 @@ from ramify.sandbox.guest.output import HeadTailBuffer
 from ramify.sandbox.guest.value_encoding import ValueEncoder, ValueEncodingError
 
 
-class MontyCell:
+class RunningMontyCell:
     """A running code cell of the Monty interpreter.
 
     It has the output, the working time, and the reason if the cell was stopped.
@@ -44,7 +44,7 @@ class MontyCell:
         self.stop.set()
 
 
-def inspect_cell(code: str) -> tuple[set[str], bool, bool]:
+def analyze_cell(code: str) -> tuple[set[str], bool, bool]:
     """Return the names that a code cell may bind, and two flags for handling expression values.
 
     The other two results tell whether the cell ends in an expression and whether it uses ``_``, the
@@ -76,7 +76,7 @@ def is_encodable(value: Any) -> bool:
     return True
 
 
-def to_builtin_exception(error: Exception) -> Exception:
+def exception_for_monty(error: Exception) -> Exception:
     """Convert an exception to a built-in one, which Monty can raise in its session.
 
     A builtin exception stays unchanged. Any other becomes a RuntimeError with the same message.

@@ -238,7 +238,7 @@ def _is_same(one: str, other: str) -> bool:
     return re.findall(r"\w+", one.casefold()) == re.findall(r"\w+", other.casefold())
 
 
-class SolutionHints(
+class SolutionHintSource(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from ramify.train.losses.critic import ValueLoss
 from ramify.train.named_objectives import Options
-from ramify.train.other_trainer_presets import ExternalTrainerPreset, ForeignTrainerObjective
+from ramify.train.other_trainer_presets import ForeignTrainerObjective, OtherTrainerDefaults
 
 _ADAMW = {"kind": "adamw", "lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "max_grad_norm": 1.0}
 _FLAT: Options = {"schedule": "constant", "warmup_steps": 0, "num_steps": None}
@@ -37,7 +37,7 @@ _MINIBATCH = (
     "the number of minibatches."
 )
 
-TRL = ExternalTrainerPreset(
+TRL = OtherTrainerDefaults(
     trainer="TRL 1.16.0, GRPOTrainer with vLLM",
     algorithm="grpo",
     policy="ppo_clip",
@@ -127,7 +127,7 @@ TRL = ExternalTrainerPreset(
 )
 """The defaults of TRL 1.16.0's GRPOTrainer with vLLM."""
 
-SKYRL = ExternalTrainerPreset(
+SKYRL = OtherTrainerDefaults(
     trainer="SkyRL at a956457 (2026-08-21)",
     algorithm="grpo",
     policy="ppo_clip",
@@ -219,7 +219,7 @@ SKYRL = ExternalTrainerPreset(
 )
 """The defaults of SkyRL at commit a956457 (2026-08-21)."""
 
-PRIME = ExternalTrainerPreset(
+PRIME = OtherTrainerDefaults(
     trainer="prime-rl at 559b447 (2026-08-21)",
     algorithm="dr_grpo",
     policy="dppo_tv",
@@ -258,7 +258,7 @@ PRIME = ExternalTrainerPreset(
 )
 """The defaults of prime-rl at commit 559b447 (2026-08-21)."""
 
-VERL = ExternalTrainerPreset(
+VERL = OtherTrainerDefaults(
     trainer="verl at 1dda039 (0.10.0.dev, 2026-08-22)",
     algorithm="ppo",
     policy="dual_clip",
@@ -364,7 +364,7 @@ VERL = ExternalTrainerPreset(
 )
 """The defaults of verl at commit 1dda039 (0.10.0.dev, 2026-08-22)."""
 
-AREAL = ExternalTrainerPreset(
+AREAL = OtherTrainerDefaults(
     trainer="AReaL at 4aef98d (2026-05-21), its examples/math",
     algorithm="grpo",
     policy="decoupled",

@@ -142,7 +142,7 @@ class PaperEvidenceTask(msgspec.Struct, frozen=True):
         return RolloutInitialState(context=dict(item.context), about=_ABOUT, on_session=_install)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
-        given = parse_passages(trajectory.answer, item.context)
+        given = parse_cited_passages(trajectory.answer, item.context)
         rewards = {"f1": _f1(given, item.gold, item)}
         if self.judge is not None:
             texts = "\n".join(item.context[id][a:b] for id, a, b in given or ())
@@ -217,7 +217,7 @@ async def _install(session: Session) -> None:
 # --- scoring --------------------------------------------------------------------------------------
 
 
-def parse_passages(answer: Any, context: Mapping[str, str]) -> list[Place] | None:
+def parse_cited_passages(answer: Any, context: Mapping[str, str]) -> list[Place] | None:
     """Parse an answer into the passages that it names.
 
     It may be ``[[id, start, end], …]``, the same as JSON text, or quotes that each occur exactly
@@ -292,7 +292,7 @@ def _child_scores(item: Item, trajectory: Trajectory) -> Any:
         if pairs is not None and len(pairs) == 2 and isinstance(pairs[0], int):
             pairs = [pairs]
         own = [[id, *pair] for pair in pairs if isinstance(pair, list | tuple)] if pairs else pairs
-        given = parse_passages(own, item.context)
+        given = parse_cited_passages(own, item.context)
         yield call.id, {"f1": float(given == []) if not gold else _f1(given, gold, item)}
 
 

@@ -1,4 +1,4 @@
-"""Simulate a language model that solves the suite ``multihop``.
+"""Answer the suite ``multihop`` as the offline model, a simulated language model.
 
 The offline model is a program that replaces a language model. Its code finds the document of each
 hop, and a sub-model call reads from it who or what comes next.
@@ -31,8 +31,7 @@ _FACTS = {
 
 
 def parse_hops(question: str) -> tuple[str, list[str]]:
-    """Return a question's description of the first person, and the relations that lead to the
-    answer."""
+    """Return the description of the first person, and the relations from there to the answer."""
     forms = {
         "book": r"What is the title of the first book by (.+)\?.*",
         "bridge": r"What is the name of the only bridge of (.+)\?.*",

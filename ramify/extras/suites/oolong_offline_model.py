@@ -1,4 +1,4 @@
-"""Simulate a language model that solves the OOLONG benchmark.
+"""Answer OOLONG as the offline model, a simulated language model.
 
 The offline model is a program that replaces a language model. Its sub-calls label the lines of each
 part of the text, and code counts the labels.
@@ -30,7 +30,7 @@ _BEGINNINGS = {form.partition("{}")[0]: label for label, forms in LABELS.items()
 def labelled_lines(
     context: str, ask: Callable[[list[str]], list[str]], chars: int
 ) -> tuple[list[str], list[tuple[str, str, str]]]:
-    """Return the possible labels, and the date, user and label of each line of the text."""
+    """Return the labels that occur, and (date, user, label) of each line."""
     labels = re.findall(r"one of these labels: (.*?)\.\n", context)[0].split(", ")
     found = re.findall(
         r"^Date: (.+?) \|\| User: (\d+) \|\| Instance: (.*?)(?: \|\| Label: (.*))?$", context, re.M
@@ -60,10 +60,7 @@ def labelled_lines(
 
 
 def names_by_count_rank(counts: dict[str, int], which: int) -> str:
-    """Return the names that share the highest, second-highest or lowest count.
-
-    ``which`` is 0, 1 or -1, respectively.
-    """
+    """Return all names with the largest (0), the second largest (1) or the smallest count (-1)."""
     sizes = sorted(set(counts.values()), reverse=True)
     size = sizes[-1 if which < 0 else min(which, len(sizes) - 1)]
     return ", ".join(sorted(name for name in counts if counts[name] == size))

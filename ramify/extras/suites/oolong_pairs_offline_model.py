@@ -1,4 +1,4 @@
-"""Simulate a language model that solves the OOLONG-Pairs benchmark (``oolong_pairs``).
+"""Answer ``oolong_pairs`` as the offline model, a simulated language model.
 
 The offline model is a program that replaces a language model. Its sub-calls label the lines as in
 OOLONG. Code finds the users that satisfy the condition and joins them into pairs.
@@ -87,7 +87,7 @@ def _fact(record: str, labels: list[str], start: datetime.datetime | None) -> di
 
 
 def _sides(question: str, labels: list[str], counts: dict[str, int]) -> list[dict[str, str]]:
-    """Return on which side of a matching pair each user can be, given the question's condition.
+    """Return which side of a pair each user fits, according to the condition in the question.
 
     The side is ``first``, ``second``, ``both`` or ``neither``. ``counts`` maps each ``user |
     label`` to its number of records.

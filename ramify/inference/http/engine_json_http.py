@@ -198,7 +198,7 @@ async def wait_until_up(
     deadline = time.monotonic() + wait_s
     while True:
         if process is not None:
-            await asyncio.to_thread(process.check_port_owner)  # before the key is sent there
+            await asyncio.to_thread(process.check_port_user)  # before the key is sent there
         try:
             return await server.check_health()
         except ModelError as error:
@@ -223,7 +223,7 @@ async def wait_until_up(
         await asyncio.sleep(_POLL_S)
 
 
-async def check_engine_compatibility(
+async def check_engine_fits_policy(
     server: EngineClient, software: str, *, vocabulary: int, dtype: str, window: int, level: int = 0
 ) -> None:
     """Raise ConfigError if an engine server does not fit the policy.

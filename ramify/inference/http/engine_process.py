@@ -89,7 +89,7 @@ class EngineProcess:
         environment = engine_environment(self._spec, self._member.number)
         self._process = self._launcher.start(self._member, command, environment, self.log.resolve())
 
-    def check_port_owner(self) -> None:
+    def check_port_user(self) -> None:
         """Raise ConfigError if the engine's address is in use by a process of another user.
 
         That process would receive the API key. Only addresses of this machine can be checked.

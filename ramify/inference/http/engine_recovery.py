@@ -93,10 +93,10 @@ class EngineAvailabilityTracker:
         """
         self.num_lost += 1
         self.reasons.append(why)
-        if self._restarts.record_loss(url, f"{why}; {rest}", again, "", **fields):
+        if self._restarts.decide_restart(url, f"{why}; {rest}", again, "", **fields):
             self.reconnect(url)
 
-    def record_weight_update(self) -> None:
+    def reset_losses_after_update(self) -> None:
         """Record that all live engines have loaded a new version of the weights.
 
         Earlier losses then no longer count.
@@ -146,7 +146,7 @@ class EngineAvailabilityTracker:
             if server is None:
                 return
             self._restarts.record_restart(url)
-            self._restarts.transfer_losses(url, server.url)
+            self._restarts.transfer_losses_to_replacement(url, server.url)
             self.ready.append(server)
         finally:
             self._coming.pop(url, None)
@@ -156,7 +156,7 @@ class EngineAvailabilityTracker:
 
     def _record_failure(self, url: str, error: Exception) -> bool:
         self.reasons.append(f"{url} did not come back: {error}")
-        return self._restarts.record_loss(url, self.reasons[-1])
+        return self._restarts.decide_restart(url, self.reasons[-1])
 
 
 class AvailableEngineUrls:
@@ -168,8 +168,8 @@ class AvailableEngineUrls:
     def __init__(self, gone: Callable[[str], None], wait_s: float) -> None:
         """Create a list of engine addresses that is empty at first.
 
-        ``gone`` is called with the address of an engine that does not answer. ``wait_for`` waits up
-        to ``wait_s`` seconds.
+        ``gone`` is called with the address of an engine that does not answer. ``wait_until_listed``
+        waits up to ``wait_s`` seconds.
         """
         self._gone = gone
         self._wait_s = wait_s
@@ -187,7 +187,7 @@ class AvailableEngineUrls:
         self._listed -= {url}
         self._gone(url)
 
-    async def wait_for(self, url: str) -> None:
+    async def wait_until_listed(self, url: str) -> None:
         """Wait until the engine with this address is in the list.
 
         Raises ConfigError if that takes too long.

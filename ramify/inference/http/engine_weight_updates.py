@@ -72,7 +72,7 @@ class EngineWeightSync:
     def record_external_update(self, version: int) -> None:
         """Record that another process has loaded this version of the weights into all engines."""
         self.version = version
-        self._fleet.membership.record_weight_update()
+        self._fleet.membership.reset_losses_after_update()
 
     async def update(self, sources: list[LazyExportWeight], version: int) -> None:
         """Send all weights to every engine as version ``version``.
@@ -82,7 +82,7 @@ class EngineWeightSync:
         """
         async with self._updating:
             await self._update_engines(sources, version)
-            self._fleet.membership.record_weight_update()
+            self._fleet.membership.reset_losses_after_update()
 
     async def update_returned_engines(self, sources: list[LazyExportWeight], version: int) -> bool:
         """Send the current weights to the engines that have recovered.

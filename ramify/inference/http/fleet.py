@@ -35,7 +35,7 @@ from ramify.inference.base import TAGS
 from ramify.inference.http.engine_client import EngineClient, SampledTokenIds
 from ramify.inference.http.engine_json_http import (
     EngineStateConflict,
-    check_engine_compatibility,
+    check_engine_fits_policy,
     wait_until_up,
 )
 from ramify.inference.http.engine_process import (
@@ -49,7 +49,7 @@ from ramify.inference.http.inference_spec import ENGINES, InferenceSpec
 from ramify.inference.http.reported_experts import decode_reported_experts
 from ramify.logging import ComponentLogger
 from ramify.models.load import Policy
-from ramify.models.moe_routing import mixture_shape
+from ramify.models.moe_routing import moe_layout
 from ramify.secret_redaction import register_secret
 
 _log = ComponentLogger("inference")
@@ -81,7 +81,7 @@ class EngineFleet:
         self._vocabulary: int = policy.config.vocab_size
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._window = policy.window
-        self._experts = mixture_shape(policy.model) if spec.report_experts else None
+        self._experts = moe_layout(policy.model) if spec.report_experts else None
         if spec.report_experts and self._experts is None:
             raise ConfigError(
                 f"{name} is not a mixture-of-experts model, so it has no experts to report"
@@ -174,7 +174,7 @@ class EngineFleet:
             self._asleep[server.url] = list(TAGS)
             await self._wake_and_resume(server)
         policy = {"vocabulary": self._vocabulary, "window": self._window}
-        await check_engine_compatibility(
+        await check_engine_fits_policy(
             server,
             self.spec.engine,
             dtype=self._dtype,
@@ -432,7 +432,7 @@ class EngineFleet:
         If this run started its process, the process is restarted.
         """
         if self.listed is not None:
-            await self.listed.wait_for(url)
+            await self.listed.wait_until_listed(url)
             return self._server(url)
         process = self._processes.get(url)
         if process is not None:

@@ -98,7 +98,7 @@ class HttpEngineClient:
         return self.fleet.spec.engine != "ramify"
 
     @property
-    def membership(self) -> EngineAvailabilityTracker:
+    def availability(self) -> EngineAvailabilityTracker:
         """The tracker of which engines were lost and which have recovered."""
         return self.fleet.membership
 
@@ -133,7 +133,7 @@ class HttpEngineClient:
                 self.fleet.listed = AvailableEngineUrls(
                     gone, spec.start_s + 2 * spec.update_s + spec.return_s
                 )
-                self.membership.on_return = self._ask_again
+                self.availability.on_return = self._ask_again
         except BaseException:
             await self.close()
             raise
@@ -171,14 +171,14 @@ class HttpEngineClient:
         """
         self.fleet.readmit_returned()
         self.fleet.mark_all_updated()
-        self.membership.notify()
+        self.availability.notify()
 
     async def close(self) -> None:
         """End weight updates, and stop the servers that this client started.
 
         A second call has no effect.
         """
-        await self.membership.close()
+        await self.availability.close()
         self.sync.close()
         await self.fleet.close()
 
@@ -226,7 +226,7 @@ class HttpEngineClient:
         remaining = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
             await self.sync.is_open.wait()
-            if only is None and not fleet.alive and self.membership.is_any_expected:
+            if only is None and not fleet.alive and self.availability.is_any_expected:
                 await fleet.wait_for_engine()
                 continue
             server, version = only or fleet.pick_for_tree(tree), self.version
@@ -241,7 +241,7 @@ class HttpEngineClient:
                         fleet.experts_by_token(server, sampled, len(so_far.ids)),
                     )
                 if only is not None:
-                    raise EngineLost(self.membership.reasons[-1])
+                    raise EngineLost(self.availability.reasons[-1])
             except (Unreachable, ReplyLostError, ServerStatusError) as error:
                 if not await fleet.drop_if_gone(server, error) or only is not None:
                     raise

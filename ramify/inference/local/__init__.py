@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ramify.clients.base import Client
 from ramify.inference.base import require_train_extra
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.trained_policy_settings import packaged_policy_folder
 
 
@@ -38,7 +38,7 @@ def connect(name: str, **_connection: object) -> Client:
     check_local_model_available(name)
     folder = packaged_policy_folder(name) or name.removeprefix("local:")
     # The import takes longer than loading a small policy.
-    with report_progress("starting", note=f"the engine for {name}"):
+    with track_progress("starting", note=f"the engine for {name}"):
         from ramify.inference.local.local_client import LocalClient
         from ramify.models.load import load_policy
 

@@ -125,7 +125,7 @@ class CpuOptimizedDecoder:
                 all_q, q = q, q.index_select(0, rows_N)
                 h_TD = h_TD.index_select(0, rows_N)
                 if isinstance(attend, PrefillDecodeAttention):
-                    o_TD = attend.at_wanted(index, q, k, v, 1.0).flatten(-2)
+                    o_TD = attend.attend_for_logits(index, q, k, v, 1.0).flatten(-2)
                 else:
                     o_TD = attend(index, all_q, k, v, 1.0).index_select(0, rows_N).flatten(-2)
                 num = len(rows_N)

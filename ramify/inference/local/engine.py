@@ -129,7 +129,7 @@ class LocalEngine:
         """
         generation.cancelled = self._has_cancelled = True
 
-    def set_weight_version(self, version: int) -> None:
+    def mark_weights_changed(self, version: int) -> None:
         """Forget everything cached, because the weights have changed to version ``version``."""
         self.version = version
         self._slots.invalidate_cache()

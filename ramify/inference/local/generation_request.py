@@ -95,7 +95,7 @@ def sample_tokens(
     device = logits_nV.device
     # From pinned memory, so that the host does not wait here for the logits.
     pinned_n = torch.tensor(uniforms, dtype=torch.float64, pin_memory=device.type == "cuda")
-    ids_n = sample_ids(logprobs_nV, pinned_n.to(device, non_blocking=True))
+    ids_n = sample_from_logprobs(logprobs_nV, pinned_n.to(device, non_blocking=True))
     if any(row_settings.temperature == 0 for row_settings in settings):
         greedy = [row for row, row_settings in enumerate(settings) if row_settings.temperature == 0]
         ids_n[greedy] = logits_nV[greedy].argmax(-1)
@@ -145,7 +145,7 @@ def _apply_temperature(logits_nV: Tensor, settings: Sequence[SamplingSettings]) 
     return logits_nV / torch.tensor(temperatures, device=logits_nV.device)[:, None]
 
 
-def sample_ids(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
+def sample_from_logprobs(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
     """Sample one token id per row of log-probabilities.
 
     This inverts the cumulative distribution. The sampled id is the first one at which the
@@ -189,7 +189,7 @@ def _draw_kept(
     kept = top_k_top_p_ids(logprobs_V, settings)
     renormalised = logprobs_V[kept].log_softmax(-1)
     index = int(
-        sample_ids(
+        sample_from_logprobs(
             renormalised[None], torch.tensor([uniform], dtype=torch.float64, device=kept.device)
         )
     )
@@ -262,7 +262,7 @@ class GenerationState:
         return self.ids[self.num_prompt :]
 
     @property
-    def candidate_ids(self) -> tuple[tuple[int, ...], ...] | None:
+    def candidate_ids_by_token(self) -> tuple[tuple[int, ...], ...] | None:
         """The token ids among which each token of the reply was sampled.
 
         None if no ids were excluded.

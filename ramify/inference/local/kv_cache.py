@@ -69,12 +69,12 @@ class KeyValueCache:
         """Per layer, the keys and the values as one matrix per slot and head: [S · K, positions,
         head size]."""
 
-    def row_of(self, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
+    def token_rows(self, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
         """Return the index of the KV-cache row that holds each token's first head."""
         stride = self.heads * self.capacity
         return [slot * stride + position for slot, position in zip(slots, positions, strict=True)]
 
-    def expand_head_rows(self, rows_T: Tensor) -> Tensor:
+    def head_row_indices(self, rows_T: Tensor) -> Tensor:
         """Expand the row index of each token's first head to the indices of all its heads.
 
         Returns a flat tensor of T·K indices.
@@ -88,7 +88,7 @@ class KeyValueCache:
         It is called once per layer with keys and values [T, K, d]. ``rows_T`` is the cache row of
         each token's first head.
         """
-        write_at = self.expand_head_rows(rows_T).to(self.kv.device)
+        write_at = self.head_row_indices(rows_T).to(self.kv.device)
 
         def write(layer: int, k_TKd: Tensor, v_TKd: Tensor) -> None:
             for rows, new in zip(self.rows[layer], (k_TKd, v_TKd), strict=True):
@@ -151,7 +151,7 @@ class PrefillDecodeAttention:
         """Prepare the attention computation of one engine step.
 
         ``wanted`` says for each of its spans whether the last token is one of those that
-        ``at_wanted`` takes. By default, all are.
+        ``attend_for_logits`` takes. By default, all are.
         """
         self._cache = cache
         self._num_decoding = len(step.slots)
@@ -177,7 +177,7 @@ class PrefillDecodeAttention:
             start = at.stop
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def at_wanted(
+    def attend_for_logits(
         self, layer: int, q_NHd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
         """Return the attention output of the tokens whose logits are needed.
@@ -208,9 +208,9 @@ class PrefillDecodeAttention:
 
         It is the row of the token's first head.
         """
-        rows = self._cache.row_of(step.slots, step.positions)
+        rows = self._cache.token_rows(step.slots, step.positions)
         for span in step.spans:
-            rows += range(*self._cache.row_of([span.slot] * 2, [span.start, span.end]))
+            rows += range(*self._cache.token_rows([span.slot] * 2, [span.start, span.end]))
         return torch.tensor(rows)
 
 

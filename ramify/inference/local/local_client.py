@@ -39,7 +39,7 @@ from ramify.inference.weight_sync.base import MissingDeltaBaseError, WeightUpdat
 from ramify.models.chat_renderer import make_prompt_renderer, parse_reply, prompt_ids
 from ramify.models.chat_template import streamable_reply
 from ramify.models.load import Policy
-from ramify.models.moe_routing import MoeRouters, mixture_shape
+from ramify.models.moe_routing import MoeRouters, moe_layout
 from ramify.models.moe_shape import MoeLayout
 from ramify.models.weights import fingerprint, load_weights
 from ramify.step_time_accounting import WallAndCpuTimer
@@ -123,7 +123,7 @@ class LocalClient:
             )
         routers.start_recording()
         self.engine.runner.routers = routers
-        self.experts = mixture_shape(self.policy.model)
+        self.experts = moe_layout(self.policy.model)
 
     async def pressure(self) -> CachePressure:
         """Return the load on the engine's KV cache."""
@@ -258,7 +258,7 @@ class LocalClient:
 
     async def forget(self, version: int) -> None:
         """Clear all caches, because the weights have changed to version ``version``."""
-        await self.run(partial(self.engine.set_weight_version, version))
+        await self.run(partial(self.engine.mark_weights_changed, version))
 
     async def close(self) -> None:
         """End the background thread in which the engine runs.
@@ -356,7 +356,7 @@ class LocalClient:
             token_ids=tuple(generation.sampled_ids),
             logprobs=tuple(generation.logprobs),
             versions=generation.version_spans,
-            kept=generation.candidate_ids,
+            kept=generation.candidate_ids_by_token,
             routes=tuple(generation.routes) or None,
             top_logprobs=tuple(generation.top) or None,
         )
@@ -379,7 +379,7 @@ class LocalClient:
                     "dict"
                 )
             load_weights(self.policy.model, cast("Mapping[str, Tensor]", state), "the update")
-        self.engine.set_weight_version(version)
+        self.engine.mark_weights_changed(version)
 
     def _take_pieces(
         self, pieces: Callable[[], Iterator[WeightUpdateTensor]], version: int | None
@@ -420,7 +420,7 @@ class LocalClient:
         if targets:
             torch._foreach_copy_(targets, tensors)
         if version is not None and not self._sleeping_weights.missing_names:
-            self.engine.set_weight_version(version)
+            self.engine.mark_weights_changed(version)
 
     def _matching_weight(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
         """Return the model's own weight that a received tensor will replace, fully or in part.

@@ -161,7 +161,7 @@ class _CachedBlock:
         self._cache = cache
         self._runs = consecutive_token_spans(slots, positions)
         self._num = len(slots)
-        self._write = cache.writer(torch.tensor(cache.row_of(slots, positions)))
+        self._write = cache.writer(torch.tensor(cache.token_rows(slots, positions)))
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float

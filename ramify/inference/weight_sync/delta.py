@@ -76,7 +76,7 @@ def differing_places(now_N: Tensor, had_N: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(now_N.numpy() != had_N.numpy()))
 
 
-def differing_tensor_indices(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
+def indices_of_changed_tensors(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
     """Return the indices of the concatenated tensors that differ between two versions.
 
     ``lengths`` holds the number of elements of each tensor, in order.
@@ -150,7 +150,7 @@ class SmallTensorBundles:
         self, names: list[str], lengths: list[int], now_N: Tensor
     ) -> Sequence[int]:
         if (names, lengths) == (self._names, self._lengths):
-            return differing_tensor_indices(
+            return indices_of_changed_tensors(
                 bit_pattern(now_N), bit_pattern(self._had_N.to(now_N.device)), lengths
             )
         had = dict(zip(self._names, self._had_N.split_with_sizes(self._lengths), strict=True))

@@ -217,7 +217,7 @@ class GuestChannel:
             raise
         return frame(text, blobs)
 
-    def frame_from_json(self, text: bytes) -> list[Buffer]:
+    def frame_from_encoded_header(self, text: bytes) -> list[Buffer]:
         """Build a frame from a header that the caller has already encoded as JSON.
 
         The header must be known to be within the size limits.
@@ -308,7 +308,7 @@ class GuestChannel:
         if op != "fork" and (op not in ("ret", "err") or id == self.shared_buffers.key):
             self.shared_buffers.is_free = True
 
-    def value_of(self, header: dict[str, Any], blobs: list[memoryview]) -> Any:
+    def decode_value(self, header: dict[str, Any], blobs: list[memoryview]) -> Any:
         return (
             ValueDecoder(blobs).decode(header["value"]) if header.get("tags") else header["value"]
         )
@@ -353,7 +353,7 @@ DROPPED: Any = object()
 """Placeholder that a waiting thread receives in place of a frame that will never arrive."""
 
 
-class MessageFrameWaiter:
+class HostMessageWaiter:
     """A thread of the session that waits for the host to send it a message frame.
 
     Its lock ``wake`` is released when the frame has arrived, or when this thread must take over
@@ -408,8 +408,8 @@ class MessageFrameDispatcher:
         self._fork = fork
         self._ends_process = ends_process
         self._leading = threading.Lock()
-        self._command = MessageFrameWaiter()
-        self._calls: dict[int, MessageFrameWaiter] = {}
+        self._command = HostMessageWaiter()
+        self._calls: dict[int, HostMessageWaiter] = {}
 
     def next_command(self) -> tuple[dict[str, Any], list[memoryview]]:
         """Wait for the host's next request and return it.
@@ -430,14 +430,14 @@ class MessageFrameDispatcher:
         self._command.frame = None
         return command
 
-    def register_waiter(self, id: int, ticket: MessageFrameWaiter) -> None:
+    def register_waiter(self, id: int, ticket: HostMessageWaiter) -> None:
         """Register the thread that will wait for the host's answer to a call.
 
         Do this before the call is sent.
         """
         self._calls[id] = ticket
 
-    def unregister_waiter(self, ticket: MessageFrameWaiter) -> None:
+    def unregister_waiter(self, ticket: HostMessageWaiter) -> None:
         """Unregister a thread that has stopped waiting for a frame from the host.
 
         If its frame has not arrived, the thread was interrupted, so another waiting thread takes
@@ -459,7 +459,7 @@ class MessageFrameDispatcher:
             ticket.rouse()
         self._calls.clear()
 
-    def wait(self, ticket: MessageFrameWaiter) -> None:
+    def wait(self, ticket: HostMessageWaiter) -> None:
         """Wait until the host has sent the frame for this thread.
 
         If no other thread is reading from the host, this thread reads on behalf of all of them.
@@ -475,7 +475,7 @@ class MessageFrameDispatcher:
                 self._leading.release()
                 self._pass_on()
 
-    def _read_step(self, own_ticket: MessageFrameWaiter) -> None:
+    def _read_step(self, own_ticket: HostMessageWaiter) -> None:
         message = self._channel.next_buffered_frame()
         if message is not None:
             self._dispatch(*message, own_ticket)
@@ -491,12 +491,12 @@ class MessageFrameDispatcher:
             raise
 
     def _dispatch(
-        self, header: dict[str, Any], blobs: list[memoryview], own_ticket: MessageFrameWaiter
+        self, header: dict[str, Any], blobs: list[memoryview], own_ticket: HostMessageWaiter
     ) -> None:
         if header["op"] == "fork":
             self._fork(header["id"])
             return
-        ticket: MessageFrameWaiter | None = self._command
+        ticket: HostMessageWaiter | None = self._command
         if header["op"] in ("ret", "err"):
             ticket = self._calls.pop(header["id"], None)  # None: its caller was interrupted
         if ticket is not None:

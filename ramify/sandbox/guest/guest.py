@@ -18,14 +18,14 @@ from .channel import (
     DROPPED,
     DeferrableInterrupts,
     GuestChannel,
+    HostMessageWaiter,
     MessageFrameDispatcher,
-    MessageFrameWaiter,
 )
 from .interpreter_state import AddressSpaceLimits, BuiltinsSnapshot, complete_builtins
 from .message_frames import copy_as_sent_to_host, encode_cell_done, unpack_value
-from .notebook import GuestNotebook, cut, error_text, format_error
+from .notebook import GuestNotebook, cut, format_error, safe_error_message
 from .output import CellOutputSender, FileOutputSpool, InProcessOutputSpool
-from .session_forking import JailForkOperations, SessionForker
+from .session_forking import GuestForkOperations, SessionForker
 from .value_encoding import (
     REFERRING_CALL,
     ProtocolError,
@@ -86,7 +86,7 @@ class HostCaller:
             )
         # The host gets the cell's output so far before the call itself.
         self._output.flush()
-        ticket = MessageFrameWaiter()
+        ticket = HostMessageWaiter()
         before = self._interrupts.begin_deferring()
         try:
             self._post(name, [list(args), kwargs], ticket)
@@ -105,11 +105,11 @@ class HostCaller:
         header, blobs = ticket.frame
         if header["op"] == "err":
             raise SessionHostCallError(
-                header["kind"], header["message"], self._channel.value_of(header, blobs)
+                header["kind"], header["message"], self._channel.decode_value(header, blobs)
             )
-        return self._channel.value_of(header, blobs)
+        return self._channel.decode_value(header, blobs)
 
-    def _post(self, name: str, arguments: Any, ticket: MessageFrameWaiter) -> None:
+    def _post(self, name: str, arguments: Any, ticket: HostMessageWaiter) -> None:
         channel = self._channel
         files: dict[str, Any] | None = {} if name == REFERRING_CALL else None
         encoder = ValueEncoder(defers=channel.shared_buffers is not None, bounded=True, files=files)
@@ -158,7 +158,7 @@ class SandboxGuest:
         memory_limits: tuple[int, int] | None = None,
         can_fork: bool = False,
         shared_buffers: Any = None,
-        apart: JailForkOperations | None = None,
+        apart: GuestForkOperations | None = None,
     ) -> None:
         """Create a guest that communicates with the host over two open file descriptors.
 
@@ -191,7 +191,7 @@ class SandboxGuest:
 
     # -- serving
 
-    def record_process(self, memory_limits: tuple[int, int] | None) -> None:
+    def record_own_process(self, memory_limits: tuple[int, int] | None) -> None:
         """Record the id and the memory limits of the process in which the guest now runs.
 
         The process may have been forked since the guest was created.
@@ -253,13 +253,13 @@ class SandboxGuest:
         try:
             if op == "set":
                 self.notebook.bind(
-                    header["name"], self._channel.value_of(header, blobs), header["reserved"]
+                    header["name"], self._channel.decode_value(header, blobs), header["reserved"]
                 )
             elif op == "context":
                 value, _ = unpack_value(blobs[0], packages=header.get("packages", ()))
                 self.notebook.bind("context", value, True)
             elif op == "install":
-                self.install(header["module"], header["source"], blobs[0] if blobs else None)
+                self.install_module(header["module"], header["source"], blobs[0] if blobs else None)
             elif op == "get":
                 self._send_value(id, self.notebook.get(header["name"]))
                 return
@@ -268,7 +268,7 @@ class SandboxGuest:
             self._channel.send({"op": "ok", "id": id})
         except BaseException as error:  # noqa: BLE001  (the host decides what to do about it)
             self._send_failed(
-                id, error, format_error(error) if op == "install" else error_text(error)
+                id, error, format_error(error) if op == "install" else safe_error_message(error)
             )
 
     def _send_value(self, id: int, value: Any) -> None:
@@ -288,7 +288,7 @@ class SandboxGuest:
             {"op": "failed", "id": id, "kind": kind, "message": cut(message, 20_000)}
         )
 
-    def install(self, module: str, source: str, code: Any = None) -> None:
+    def install_module(self, module: str, source: str, code: Any = None) -> None:
         """Execute a module's source and bind its names in the session.
 
         ``code`` is the compiled module, if there is one.
@@ -296,10 +296,10 @@ class SandboxGuest:
         host_names = {
             "call_host": self._calls.call_host,
             "SessionHostCallError": SessionHostCallError,
-            "last_output": self.output.last_output,
+            "last_output": self.output.last_cell_output,
             "portable": copy_as_sent_to_host,
         }
-        self.notebook.install(module, source, host_names, code)
+        self.notebook.install_module(module, source, host_names, code)
 
     # -- a cell
 
@@ -337,7 +337,7 @@ class SandboxGuest:
         channel, output = self._channel, self.output
         with channel.sending:
             parts = output.take_frames(final=True)
-        output.keep_last_output()  # so that the hooks can read it
+        output.save_ended_cell_output()  # so that the hooks can read it
         note, encoder, has_hooks = None, None, self.notebook.has_after_cell_hooks
         if has_hooks:
             encoder = ValueEncoder(bounded=True)
@@ -366,7 +366,7 @@ class SandboxGuest:
             except ValueLimitError as limit:
                 # What the cell left for the host is over a limit: report it as the cell's error.
                 done = (*done[:2], done[2] or f"ValueError: {limit}", *done[3:])
-        return self._channel.frame_from_json(encode_cell_done(*done))
+        return self._channel.frame_from_encoded_header(encode_cell_done(*done))
 
     def _mend_guest_state(self) -> None:
         """Repair the interpreter state that the guest needs, in case a cell has damaged it.

@@ -75,7 +75,7 @@ class TextOffsetIndex:
         return self._chars_at[-1] if self._chars_at else self.num_bytes
 
     @property
-    def num_line_ends(self) -> int:
+    def total_line_ends(self) -> int:
         return self._lines_at[-1]
 
     def block_count_tables(self) -> tuple[bytes, bytes]:
@@ -107,7 +107,7 @@ class TextOffsetIndex:
             )
         return self.decode(self.read_bytes(self.byte_offset_of(start), self.byte_offset_of(stop)))
 
-    def read_checked_bytes(self, low: int, high: int, what: str) -> bytes:
+    def read_bounded_bytes(self, low: int, high: int, what: str) -> bytes:
         """Return the bytes between two byte offsets of the text, after checking their number.
 
         Raises ValueError if there are too many for a ``str`` or a list in memory. ``what`` names
@@ -142,7 +142,7 @@ class TextOffsetIndex:
         block = self.read_bytes(number * BLOCK_BYTES, offset)
         return self._chars_at[number] + len(block[_first_lead(block) :].decode("utf-8", "ignore"))
 
-    def line_start_offset(self, line: int) -> int:
+    def line_start_byte(self, line: int) -> int:
         """Convert a line number to the byte offset of the line's start.
 
         The first line is number 0.
@@ -153,7 +153,7 @@ class TextOffsetIndex:
         block, left = self._block(number), line - self._lines_at[number]
         return number * BLOCK_BYTES + len(b"\n".join(block.split(b"\n", left)[:left])) + 1
 
-    def offsets_of(self, needle: bytes, low: int, high: int) -> Iterator[int]:
+    def find_occurrences(self, needle: bytes, low: int, high: int) -> Iterator[int]:
         """Yield the byte offsets between ``low`` and ``high`` at which ``needle`` occurs.
 
         Occurrences do not overlap.
@@ -167,7 +167,7 @@ class TextOffsetIndex:
                 begin = found + len(needle)
             at += max(_PIECE_BYTES, begin)
 
-    def last_offset_of(self, needle: bytes, low: int, high: int) -> int:
+    def rfind(self, needle: bytes, low: int, high: int) -> int:
         """Return the last byte offset between ``low`` and ``high`` at which ``needle`` occurs, or
         -1 if there is none."""
         at = high
@@ -179,10 +179,10 @@ class TextOffsetIndex:
             at = begin
         return -1
 
-    def count(self, needle: bytes, low: int, high: int) -> int:
+    def count_occurrences(self, needle: bytes, low: int, high: int) -> int:
         """Count the non-overlapping occurrences of ``needle`` between two byte offsets."""
         if _overlaps_itself(needle):
-            return sum(1 for _ in self.offsets_of(needle, low, high))
+            return sum(1 for _ in self.find_occurrences(needle, low, high))
         more = _PIECE_BYTES + len(needle) - 1
         return sum(
             self.read_bytes(at, min(high, at + more)).count(needle)
@@ -287,7 +287,7 @@ class FileBackedText:
         if not needle:
             return start
         found = next(
-            self.file.offsets_of(
+            self.file.find_occurrences(
                 needle, self.file.byte_offset_of(start), self.file.byte_offset_of(end)
             ),
             -1,
@@ -301,7 +301,7 @@ class FileBackedText:
             return -1
         if not needle:
             return end
-        found = self.file.last_offset_of(
+        found = self.file.rfind(
             needle, self.file.byte_offset_of(start), self.file.byte_offset_of(end)
         )
         return -1 if found < 0 else self.file.char_position_of(found)
@@ -330,13 +330,13 @@ class FileBackedText:
         Occurrences do not overlap.
         """
         if sub == "\n" and start is None and end is None:
-            return self.file.num_line_ends
+            return self.file.total_line_ends
         needle, start, end = self._needle(sub), *self._range(start, end)
         if needle is None or start + len(sub) > end:
             return 0
         if not needle:
             return end - start + 1
-        return self.file.count(
+        return self.file.count_occurrences(
             needle, self.file.byte_offset_of(start), self.file.byte_offset_of(end)
         )
 
@@ -455,10 +455,10 @@ class FileBackedText:
 
     def _parts(self, sep: str) -> Iterator[str]:
         file, start, needle = self.file, 0, self._needle(sep)
-        for found in file.offsets_of(needle, 0, file.num_bytes) if needle else ():
-            yield file.decode(file.read_checked_bytes(start, found, "a part"))
+        for found in file.find_occurrences(needle, 0, file.num_bytes) if needle else ():
+            yield file.decode(file.read_bounded_bytes(start, found, "a part"))
             start = found + len(needle or b"")
-        yield file.decode(file.read_checked_bytes(start, file.num_bytes, "a part"))
+        yield file.decode(file.read_bounded_bytes(start, file.num_bytes, "a part"))
 
 
 FileBackedText.__module__ = "builtins"  # an error then shows the name without a module
@@ -537,7 +537,7 @@ class FileTextLines(Sequence[str]):
 
     def __len__(self) -> int:
         file = self._file
-        return file.num_line_ends + (self._is_split or not self._is_closed())
+        return file.total_line_ends + (self._is_split or not self._is_closed())
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -574,17 +574,17 @@ class FileTextLines(Sequence[str]):
 
     def _lines(self, start: int, stop: int) -> list[str]:
         file = self._file
-        low = file.line_start_offset(start)
-        if stop <= file.num_line_ends:
+        low = file.line_start_byte(start)
+        if stop <= file.total_line_ends:
             return [
                 *self._split_lines(
-                    file.read_checked_bytes(
-                        low, file.line_start_offset(stop), f"{stop - start:,} lines"
+                    file.read_bounded_bytes(
+                        low, file.line_start_byte(stop), f"{stop - start:,} lines"
                     )
                 )
             ]
         *lines, last = file.decode(
-            file.read_checked_bytes(low, file.num_bytes, f"{stop - start:,} lines")
+            file.read_bounded_bytes(low, file.num_bytes, f"{stop - start:,} lines")
         ).split("\n")
         ended = [f"{line}\n" for line in lines] if self._keepends else lines
         return [*map(self._strip_carriage_return, ended), self._strip_carriage_return(last)]

@@ -67,7 +67,7 @@ def safe_repr(value: Any) -> str:
         return f"<{type_name(kind)} whose repr raised {type(error).__name__}>"
 
 
-def error_text(error: BaseException) -> str:
+def safe_error_message(error: BaseException) -> str:
     """Return ``str(error)``, or a note if that fails.
 
     It may fail for an exception class that was defined in a cell.
@@ -288,7 +288,7 @@ class GuestNotebook:
 
     # -- modules
 
-    def install(
+    def install_module(
         self, module: str, source: str, host_names: Mapping[str, Any], code: Any = None
     ) -> None:
         """Execute source code as a module and bind the names in its ``__all__`` as reserved names.
@@ -339,7 +339,7 @@ class GuestNotebook:
             except BaseException as failure:  # noqa: BLE001  (shown to the cell's author: the cell may have caused it)
                 notes[name] = None
                 kind = _NAMED.get(type(failure), type(failure).__name__)
-                error = error or f"{kind}: {cut(error_text(failure), 2000)}"
+                error = error or f"{kind}: {cut(safe_error_message(failure), 2000)}"
         return notes or None, error
 
     # -- a cell

@@ -56,7 +56,7 @@ class TailBuffer:
         self._size = self.lost = 0
         return tail, lost
 
-    def drop(self) -> None:
+    def discard_all(self) -> None:
         """Discard the buffered bytes, and count them as lost output."""
         self.lost += self._size
         self._parts.clear()
@@ -88,7 +88,7 @@ class HeadTailBuffer:
         ``skipped`` is the number of bytes just before them that were already lost.
         """
         if skipped:
-            self._tail.drop()
+            self._tail.discard_all()
             self._tail.lost += skipped
         elif not len(self._tail) and not self._tail.lost:
             room = self._half - len(self._head)
@@ -317,12 +317,12 @@ class CellOutputSender:
         self._full_output = HeadTailBuffer(16 * self._max_bytes)
         self._held = TailBuffer(max(self._max_bytes // 2, 1))
 
-    def keep_last_output(self) -> None:
-        """Keep the full output of the cell that has just ended, so that ``last_output`` can return
-        it."""
+    def save_ended_cell_output(self) -> None:
+        """Keep the full output of the cell that has just ended, so that ``last_cell_output`` can
+        return it."""
         self._ended = None if self._is_unused else (self._full_output, self.chars)
 
-    def last_output(self) -> str:
+    def last_cell_output(self) -> str:
         """Return the output of the last finished cell, including text that was too long for the
         host.
 

@@ -7,7 +7,7 @@ file and shared memory buffers, and the random state of the session that it was 
 kernel and the host decide whether a process may be created.
 
 In the jail, all inherited descriptors are closed after the fork, and each of the two processes
-receives a new socket, output file and buffers from the host (``JailForkOperations.take_wire``). No
+receives a new socket, output file and buffers from the host (``GuestForkOperations.take_wire``). No
 hook runs around the fork. Without a jail, those of the branch arrive with the host's request.
 """
 
@@ -33,7 +33,7 @@ _getpid, _close, _dup2, _waitpid = os.getpid, os.close, os.dup2, os.waitpid
 _EPERM = 1
 
 
-class JailForkOperations(NamedTuple):
+class GuestForkOperations(NamedTuple):
     """The functions that a session in the jail uses to fork and to reconnect to the host.
 
     The jail is a sandbox that the kernel enforces. After the fork, each of the two processes gets
@@ -62,7 +62,7 @@ class SessionForker:
         channel: GuestChannel,
         spool: FileOutputSpool | InProcessOutputSpool,
         notebook: GuestNotebook,
-        apart: JailForkOperations | None = None,
+        apart: GuestForkOperations | None = None,
     ) -> None:
         self._channel = channel
         self._spool = spool
@@ -113,7 +113,7 @@ class SessionForker:
         self._replace_descriptors(*fds)
         return 0
 
-    def _fork_apart(self, apart: JailForkOperations) -> int:
+    def _fork_apart(self, apart: GuestForkOperations) -> int:
         try:
             pid = apart.fork()
         except OSError as error:
@@ -125,7 +125,7 @@ class SessionForker:
             apart.settle()
         return pid
 
-    def _take_wire(self, apart: JailForkOperations) -> None:
+    def _take_wire(self, apart: GuestForkOperations) -> None:
         """Receive new connections from the host, and replace the forked process's inherited ones.
 
         These are a socket, an output file and shared memory buffers. They replace the inherited

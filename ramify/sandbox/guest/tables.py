@@ -227,7 +227,7 @@ class ColumnValues(Sequence[Any]):
             self._start + start,
         )
 
-    def compact(self) -> ColumnValues:
+    def trim_buffers(self) -> ColumnValues:
         """Return a copy of the column whose buffers contain only the column's values.
 
         They contain nothing before the first value and nothing after the last.
@@ -248,7 +248,7 @@ class ColumnValues(Sequence[Any]):
                 offsets = memoryview(array.array(info, moved)).cast("B")
             buffers.append(offsets)
             if kind in ("list", "map"):
-                children = [self.children[0].sliced(first, last).compact()]
+                children = [self.children[0].sliced(first, last).trim_buffers()]
             else:
                 data = self.buffers[2]
                 buffers.append(memoryview(b"") if data is None else data[first:last])
@@ -259,11 +259,11 @@ class ColumnValues(Sequence[Any]):
             view = self.buffers[1]
             buffers.append(memoryview(b"") if view is None else view[start * width : stop * width])
         elif kind == "fixed":
-            children = [self.children[0].sliced(start * info, stop * info).compact()]
+            children = [self.children[0].sliced(start * info, stop * info).trim_buffers()]
         elif kind == "struct":
-            children = [child.sliced(start, stop).compact() for child in children]
+            children = [child.sliced(start, stop).trim_buffers() for child in children]
         elif kind == "coded":
-            children = [children[0].sliced(start, stop).compact(), children[1].compact()]
+            children = [children[0].sliced(start, stop).trim_buffers(), children[1].trim_buffers()]
         return ColumnValues(kind, self.type, self._length, info, buffers, children)
 
     def _number_format_char(self) -> str:

@@ -99,7 +99,7 @@ class HashFloodingGuard:
                 key_list, lambda piece: hashes.update(map(hash, piece)), hashes
             )
 
-    def add_checked_keys(
+    def fill_container(
         self, container: Any, keys: list[Any], values: list[Any] | None = None
     ) -> Any:
         """Add received keys or key-value pairs to an empty set or dict, and return that container.
@@ -368,7 +368,9 @@ class ValueEncoder:
         self.has_buffers = True
         self.chars += value.num_chars
         if type(value) is Table:
-            columns = [[name, self._encode_column(value[name].compact())] for name in value.columns]
+            columns = [
+                [name, self._encode_column(value[name].trim_buffers())] for name in value.columns
+            ]
             return self._tag("table", [len(value), columns])
         data = [value.dtype, value.char, list(value.shape), self._add_blob(value.buffer)]
         return self._tag("array", data)
@@ -412,7 +414,7 @@ def _show_key(key: Any) -> str:
     )
 
 
-class FileTextDigest(NamedTuple):
+class FileTextReference(NamedTuple):
     """The digest of a file-backed text, which a session sends to the host instead of the text."""
 
     digest: str
@@ -442,7 +444,7 @@ class ValueDecoder:
         ``packages``: packages that the session may import; they decide which type a table is
         decoded to.
         ``files``: the data of file-backed texts, keyed by the digest of the file.
-        ``refers``: decode a file-backed text that a session sends as a ``FileTextDigest``.
+        ``refers``: decode a file-backed text that a session sends as a ``FileTextReference``.
         """
         self._files = files or {}
         self._refers = refers
@@ -499,9 +501,7 @@ class ValueDecoder:
             return tuple(self._decode_list(data))
         if tag in ("set", "frozenset"):
             items = self._decode_list(data)
-            members = (
-                set(items) if self._keys is None else self._keys.add_checked_keys(set(), items)
-            )
+            members = set(items) if self._keys is None else self._keys.fill_container(set(), items)
             return members if tag == "set" else frozenset(members)
         if tag == "dict":
             return self._decode_dict(data)
@@ -520,7 +520,7 @@ class ValueDecoder:
             days, seconds, microseconds = data
             return datetime.timedelta(days, seconds, microseconds)
         if tag == "mapped" and self._refers and type(data) is str:
-            return FileTextDigest(data)
+            return FileTextReference(data)
         if tag == "mapped" and self._files:
             digest, encoding, chars_at, lines_at = data
             counts = (
@@ -539,7 +539,7 @@ class ValueDecoder:
         for key, item in data:
             keys.append(self._decode(key))
             values.append(self._decode(item))
-        decoded: dict[Any, Any] = self._keys.add_checked_keys({}, keys, values)
+        decoded: dict[Any, Any] = self._keys.fill_container({}, keys, values)
         return decoded
 
     def _decode_buffers(self, tag: str, data: Any) -> Any:

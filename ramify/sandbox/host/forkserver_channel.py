@@ -146,7 +146,7 @@ class ForkServerChannel:
         finally:
             self._sock.setblocking(False)
 
-    def add_exit_callback(self, pid: int, call: Callable[[int], None]) -> None:
+    def add_child_exit_callback(self, pid: int, call: Callable[[int], None]) -> None:
         """Register a function that is called once when a forked process has ended.
 
         It gets the exit status as ``subprocess`` reports it.
@@ -212,16 +212,16 @@ class ForkServerChannel:
         The server first ends all processes that it has forked.
         """
         if self._sock.fileno() < 0:  # the server has ended before
-            self.abandon()
+            self.release_resources()
             return
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
         await asyncio.wait((self.gone,), timeout=5.0)
         if not self.gone.done():
             self._lose_connection()
-        self.abandon()
+        self.release_resources()
 
-    def abandon(self) -> None:
+    def release_resources(self) -> None:
         """Release this connection's resources after the fork server has ended."""
         if self._complaints is not None:
             os.close(self._complaints)

@@ -27,7 +27,7 @@ from ramify.sandbox.guest.message_frames import (
     create_shared_memory_file,
 )
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel
-from ramify.sandbox.host.transport import SharedConnectionBuffers, SocketStream, how_it_ended
+from ramify.sandbox.host.transport import SandboxConnectionState, SocketStream, how_it_ended
 
 _MAX_LEFTOVER_BYTES = 16 << 20
 _SCM_CREDENTIALS = 2
@@ -45,7 +45,7 @@ def read_proc(path: str) -> bytes:
         os.close(fd)
 
 
-def pid_of(pidfd: int) -> int:
+def pid_of_pidfd(pidfd: int) -> int:
     """Return the process id behind a process descriptor (pidfd), as the host sees it.
 
     Returns -1 if the process has ended.
@@ -141,7 +141,7 @@ class ForkedSessionTransport:
     def __init__(
         self,
         caps: SandboxCapabilities,
-        buffers: SharedConnectionBuffers,
+        buffers: SandboxConnectionState,
         process: ForkedSessionHandles,
     ) -> None:
         self.caps = caps
@@ -158,7 +158,7 @@ class ForkedSessionTransport:
         self.buffers = buffers
         self._exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         if self._pid >= 0:
-            self.channel.add_exit_callback(self._pid, self._note_exit)
+            self.channel.add_child_exit_callback(self._pid, self._note_exit)
 
     def start_reading(
         self, received: Callable[[memoryview], None], lost: Callable[[], None]
@@ -236,7 +236,7 @@ class ForkedSessionTransport:
     ) -> SessionSharedMemory:
         """Switch the session to a new socket and new shared files, and return the old shared
         files."""
-        self.stream = self.stream.successor(sock)
+        self.stream = self.stream.move_to_socket(sock)
         self.write, self.pause, self.resume = (
             self.stream.write,
             self.stream.pause,
@@ -285,7 +285,7 @@ class ForkedSessionTransport:
         Returns 0 if it is unknown.
         """
         if self._clock_id is None:
-            pid = pid_of(self.pidfd)
+            pid = pid_of_pidfd(self.pidfd)
             # As ``clock_getcpuclockid`` computes it, which Python does not offer.
             self._clock_id = (~pid << 3) | 2 if pid > 0 else 0
         try:
@@ -318,7 +318,7 @@ class ForkedSessionTransport:
         if self._files.spool < 0:
             return
         self.kill()
-        self.stream.close_silently()
+        self.stream.close_without_callback()
         self._files.close()
         ending = asyncio.ensure_future(self._wait_for_exit())
         self.buffers.endings.add(ending)

@@ -413,7 +413,7 @@ class GuestFrameConnection:
 
     def _feed(self, data: memoryview) -> None:
         if self._holds:  # a service delivers what it had received before ``pause``
-            self._assembler.defer_data(data)
+            self._assembler.hold_until_feed(data)
             return
         try:
             if len(data) <= LARGE_HEADER and self._assembler.is_single_frame(data):

@@ -166,7 +166,7 @@ def do_nothing(*_: Any) -> None:
     """
 
 
-class SharedConnectionBuffers:
+class SandboxConnectionState:
     """Buffers and background tasks that all connections of one sandbox share.
 
     Data in a read buffer is valid only until the next read. Each task waits until a killed process
@@ -233,7 +233,7 @@ class MessageFrameAssembler:
             if at < end:
                 self._held = bytearray(data[at:])
 
-    def defer_data(self, data: memoryview) -> None:
+    def hold_until_feed(self, data: memoryview) -> None:
         """Keep received bytes without processing them until the next call of ``feed``."""
         if self._held is None:
             self._held, self._need = bytearray(), 0
@@ -272,7 +272,7 @@ class SocketStream:
         "_view",
     )
 
-    def __init__(self, sock: socket.socket, shared: SharedConnectionBuffers) -> None:
+    def __init__(self, sock: socket.socket, shared: SandboxConnectionState) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._loop = asyncio.get_running_loop()
@@ -373,7 +373,7 @@ class SocketStream:
                     break
                 self._received(self._view[:count])
 
-    def successor(self, sock: socket.socket) -> SocketStream:
+    def move_to_socket(self, sock: socket.socket) -> SocketStream:
         """Close this stream, and return a stream over ``sock`` that calls the same callbacks."""
         self.close()
         stream = SocketStream(sock, self._shared)
@@ -461,7 +461,7 @@ class SocketStream:
             self._backlog = None
             self._loop.remove_writer(self._sock.fileno())
 
-    def close_silently(self) -> None:
+    def close_without_callback(self) -> None:
         """Close the stream for good, without calling ``lost`` to report the end of the connection.
 
         Data still in transit is ignored.

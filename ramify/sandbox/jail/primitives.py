@@ -160,7 +160,7 @@ def adopt_host_connection(wire: int, *files: int) -> None:
     ``files``; the output file also stays open as standard error. Raises OSError if something is
     missing.
     """
-    replace_all_descriptors(wire)
+    replace_descriptors_with_connection(wire)
     end = _Socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, wire)
     try:
         _, ancillary, _, _ = end.recvmsg(1, socket.CMSG_SPACE(16))  # up to 4 descriptors
@@ -175,7 +175,7 @@ def adopt_host_connection(wire: int, *files: int) -> None:
             _close(fd)
 
 
-def replace_all_descriptors(number: int) -> None:
+def replace_descriptors_with_connection(number: int) -> None:
     """Close all file descriptors of this process, then receive a new connection from the host.
 
     It gets the given number. The host gives one only to a process that has no open descriptors.

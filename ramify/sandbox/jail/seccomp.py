@@ -129,7 +129,7 @@ def syscall_numbers(table: str, machine: str) -> dict[str, int]:
     return number_of
 
 
-def is_supported(machine: str) -> bool:
+def is_supported_architecture(machine: str) -> bool:
     return machine in _COLUMN
 
 

@@ -45,7 +45,7 @@ class SeccompNotification(NamedTuple):
     arguments: tuple[int, ...]
 
 
-def is_connection_request(request: SeccompNotification) -> bool:
+def is_branch_connection_request(request: SeccompNotification) -> bool:
     return request.number == WIRE_CALL
 
 

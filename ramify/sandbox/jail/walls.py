@@ -98,7 +98,7 @@ def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> Reached
     """
     missing: dict[str, str] = {}
     # Every tier needs the system call filter.
-    if not seccomp.is_supported(os.uname().machine):
+    if not seccomp.is_supported_architecture(os.uname().machine):
         raise IsolationTierUnavailable({"A": f"no table of system calls for {os.uname().machine}"})
     is_kept = False
     for tier in config["tiers"]:
@@ -455,7 +455,7 @@ def _try_known_attacks(
         walls.confinement.finish(fd)
         found = sum(1 << n for n, attack in enumerate(_ATTACKS.values()) if _succeeds(attack))
         # No attack: this shows whether the kernel can insert descriptors, as after a fork.
-        primitives.replace_all_descriptors(3)
+        primitives.replace_descriptors_with_connection(3)
         os.close(3)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -511,7 +511,7 @@ def _answer_trial(listener: int, file: int) -> bool:
         raise OSError(
             0, f"seccomp notifications, which need Linux 5.0, failed: {error.strerror}"
         ) from None
-    is_last = requests.is_connection_request(request)
+    is_last = requests.is_branch_connection_request(request)
     if is_last:
         try:
             # 3 is the number that the trial session asks for.

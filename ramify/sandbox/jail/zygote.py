@@ -189,15 +189,15 @@ class Zygote(forkserver.ForkServer):
         self._walls = built
         # Without a pid namespace, a branch ends with this process only if it asks for it.
         settle = primitives.end_with_parent if built.outer else (lambda: None)
-        self.apart = session_forking.JailForkOperations(
+        self.apart = session_forking.GuestForkOperations(
             primitives.fork_sibling, primitives.adopt_host_connection, settle
         )
 
-    def prepare(self) -> confine.JailFolderDescriptors:
+    def prepare_session(self) -> confine.JailFolderDescriptors:
         prepared: confine.JailFolderDescriptors = self._walls.confinement.prepare_session()
         return prepared
 
-    def release_after_fork(self, prepared: confine.JailFolderDescriptors) -> None:
+    def release_prepared(self, prepared: confine.JailFolderDescriptors) -> None:
         prepared.close_rules_descriptor()
 
     def set_up_session_process(
@@ -211,7 +211,7 @@ class Zygote(forkserver.ForkServer):
         confinement.set_up_session_process(prepared)
         # Not in the zygote, which may still import modules whose hooks sessions do not need.
         confine.restore_fork_hooks()
-        fds = process_setup.keep_only_descriptors(fds)
+        fds = process_setup.close_and_renumber_descriptors(fds)
         process_setup.tie_to_parent(self.pid)
         memory = process_setup.set_limits(
             self.config["memory_bytes"], mapped, confinement.max_file_bytes
@@ -275,7 +275,7 @@ def main(control_fd: int) -> None:
     gc.disable()
     # Inherited by sessions, so that an interrupt before their guest is ready does not end them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = forkserver.ForkServerEndpoint(socket.socket(fileno=control_fd))
+    control = forkserver.ForkServerHostConnection(socket.socket(fileno=control_fd))
     _use_wait(control.sock)
     config, _ = control.receive()
     try:

@@ -37,7 +37,7 @@ from ramify.sandbox.guest.output import InProcessOutputSpool
 from ramify.sandbox.host.importable_packages import locate
 from ramify.sandbox.host.running_cell import limits_of
 from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
-from ramify.sandbox.host.transport import SharedConnectionBuffers, SocketStream
+from ramify.sandbox.host.transport import SandboxConnectionState, SocketStream
 
 WARNING = (
     "sandbox 'inprocess': code runs inside this process, with access to everything in it, and "
@@ -58,7 +58,7 @@ class InprocessSandbox:
         self.caps = SandboxCapabilities(interrupt=True)
         self._spec = spec
         self._sessions: set[GuestSessionProxy] = set()
-        self._buffers = SharedConnectionBuffers()
+        self._buffers = SandboxConnectionState()
         self._is_closed = False
         locate(spec.packages)
 
@@ -94,7 +94,7 @@ class ThreadSessionTransport:
     has_same_python = True
 
     def __init__(
-        self, caps: SandboxCapabilities, buffers: SharedConnectionBuffers, max_output_bytes: int
+        self, caps: SandboxCapabilities, buffers: SandboxConnectionState, max_output_bytes: int
     ) -> None:
         self.caps = caps
         self._sock, guest_end = socket.socketpair()

@@ -45,7 +45,7 @@ from ramify.sandbox.guest.message_frames import MessageFrameReader, split_frame
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
 from ramify.sandbox.host.forkserver_process import JAIL_MODULES, StartedForkServer
 from ramify.sandbox.host.importable_packages import locate, partly_visible_folders, readable_paths
-from ramify.sandbox.host.process_transport import ForkedSessionHandles, pid_of
+from ramify.sandbox.host.process_transport import ForkedSessionHandles, pid_of_pidfd
 from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.providers.isolation_tier_cache import (
     ProbedIsolationTier,
@@ -55,7 +55,7 @@ from ramify.sandbox.providers.isolation_tier_cache import (
 )
 from ramify.sandbox.providers.jail_limits import JailMemoryBudgetWatcher, machine_memory_bytes
 from ramify.sandbox.providers.jail_transport import JailTransport
-from ramify.sandbox.providers.process import ProcessSandbox, leave_to_parent
+from ramify.sandbox.providers.process import ProcessSandbox, close_inherited_servers
 
 _WAIT_S = 30.0
 _USER_NAMESPACES = (
@@ -235,7 +235,7 @@ class JailSandbox(ProcessSandbox):
         if sys.platform != "linux":
             raise SandboxError(_NOT_HERE.format(platform=sys.platform))
         check_mounts(spec.mounts)
-        check_memory(spec)
+        check_memory_available(spec)
         super().__init__(spec)
         self.spec: JailSpec = spec
         self._deny, self._landlock, self._counts = deny, landlock, counts
@@ -338,14 +338,14 @@ class JailSandbox(ProcessSandbox):
     def expect_module(self, module: str, source: str) -> None:
         self._modules.setdefault(module, source)
 
-    async def fork(
+    async def fork_session(
         self, channel: ForkServerChannel, seed: str, *, early: bool = False
     ) -> GuestSessionProxy:
         if early or channel is not await self.fork_server():
-            return await super().fork(channel, seed, early=early)
+            return await super().fork_session(channel, seed, early=early)
         session = await self._take_ready_session(seed)
         if session is None:
-            session = await super().fork(channel, seed)
+            session = await super().fork_session(channel, seed)
         # Many questions need one session only, and this machine has better work at their start.
         if self._filling is None and self.spec.pool and self._is_used_again:
             self._filling = asyncio.ensure_future(self._fill_ready_sessions())
@@ -370,13 +370,15 @@ class JailSandbox(ProcessSandbox):
                     if channel.modules.get(module) != source:
                         await channel.preinstall_module(module, source)
                 while len(self._ready) < self.spec.pool:
-                    self._ready.append(await self.fork(await self.fork_server(), "", early=True))
+                    self._ready.append(
+                        await self.fork_session(await self.fork_server(), "", early=True)
+                    )
         finally:
             self._filling = None
 
     def register_session(self, session: GuestSessionProxy) -> None:
         super().register_session(session)
-        self._budget.watch(session, pid_of(session.pidfd))
+        self._budget.watch(session, pid_of_pidfd(session.pidfd))
 
     def unregister_session(self, session: GuestSessionProxy) -> None:
         super().unregister_session(session)
@@ -450,7 +452,7 @@ def check_mounts_at_tier(mounts: tuple[tuple[str, str], ...], reached: ProbedIso
             )
 
 
-def check_memory(spec: JailSpec) -> None:
+def check_memory_available(spec: JailSpec) -> None:
     """Raise ConfigError if a jail is configured with more memory than this machine has."""
     available, default = machine_memory_bytes(), SandboxSpec().memory_bytes
     for name, num_bytes in (
@@ -526,7 +528,7 @@ def _read_report(spec: JailSpec) -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=lambda: leave_to_parent(launched))
+    os.register_at_fork(after_in_child=lambda: close_inherited_servers(launched))
 
 
 def _discard_unused_servers() -> None:

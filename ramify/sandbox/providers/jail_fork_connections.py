@@ -48,7 +48,7 @@ class JailForkInProgress:
             raise
         self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
-    def branch_process(self) -> ForkedSessionHandles:
+    def branch_handles(self) -> ForkedSessionHandles:
         """Return the handles for the branch's new process: its connection and its shared files."""
         host_end, _, files = self._branch
         return ForkedSessionHandles(host_end, files, self._origin.channel)

@@ -201,7 +201,7 @@ class ProcessCreationGate:
         """Register one more branch whose requests arrive at this listener."""
         self._holders += 1
 
-    def remove_holder(self) -> None:
+    def release(self) -> None:
         """Unregister an ended session or branch from this listener.
 
         After the last one, the listener closes.
@@ -219,7 +219,7 @@ class ProcessCreationGate:
                 self._stop_reading()
             return
         id, pid, number, _ = request
-        if seccomp_requests.is_connection_request(request):
+        if seccomp_requests.is_branch_connection_request(request):
             self._hand_over(request)
         elif self._is_granted(request):
             # Before the fork, because the branch could otherwise speak over it as the session.

@@ -24,9 +24,9 @@ from ramify.sandbox.host.process_transport import (
     BranchSessionTransport,
     ForkedSessionHandles,
     ForkedSessionTransport,
-    pid_of,
+    pid_of_pidfd,
 )
-from ramify.sandbox.host.transport import SharedConnectionBuffers
+from ramify.sandbox.host.transport import SandboxConnectionState
 from ramify.sandbox.providers.jail_fork_connections import JailForkInProgress
 from ramify.sandbox.providers.jail_limits import ProcessCreationGate, kill_strays
 
@@ -46,7 +46,7 @@ class ForkableJailTransport(ForkedSessionTransport):
     def __init__(
         self,
         caps: SandboxCapabilities,
-        buffers: SharedConnectionBuffers,
+        buffers: SandboxConnectionState,
         process: ForkedSessionHandles,
     ) -> None:
         super().__init__(caps, buffers, process)
@@ -55,11 +55,11 @@ class ForkableJailTransport(ForkedSessionTransport):
         self.add_exit_callback(self._on_session_end)
 
     def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
-        pid = pid_of(self.pidfd)
+        pid = pid_of_pidfd(self.pidfd)
         if self.listener is None or pid <= 0:
             raise SandboxError("the session cannot be forked: it has ended")
         fork = JailForkInProgress(self, pid, moved)
-        transport = JailBranchTransport(self.caps, self.buffers, fork.branch_process())
+        transport = JailBranchTransport(self.caps, self.buffers, fork.branch_handles())
         try:
             self.listener.grant_one(pid, fork)
             # Not write, which would queue the request if the session does not read.
@@ -129,7 +129,7 @@ class ForkableJailTransport(ForkedSessionTransport):
         listener, self.listener = self.listener, None
         super().close()
         if listener is not None:
-            listener.remove_holder()
+            listener.release()
 
 
 class JailTransport(ForkableJailTransport):
@@ -143,7 +143,7 @@ class JailTransport(ForkableJailTransport):
     def __init__(
         self,
         caps: SandboxCapabilities,
-        buffers: SharedConnectionBuffers,
+        buffers: SandboxConnectionState,
         process: ForkedSessionHandles,
         counts: bool,
     ) -> None:

@@ -42,7 +42,7 @@ from ramify.sandbox.host.process_transport import (
 )
 from ramify.sandbox.host.running_cell import limits_of
 from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
-from ramify.sandbox.host.transport import SharedConnectionBuffers
+from ramify.sandbox.host.transport import SandboxConnectionState
 
 WARNING = (
     "sandbox 'process': code runs in a separate process, without the host's environment and with "
@@ -99,7 +99,7 @@ class ProcessSandbox:
         self._retired: list[ForkServerChannel] = []
         self._retiring: set[asyncio.Task[ForkServerChannel]] = set()
         """Start-up tasks of templates that are to be ended."""
-        self.buffers = SharedConnectionBuffers()
+        self.buffers = SandboxConnectionState()
         self._is_closed = False
 
     async def open(
@@ -120,7 +120,7 @@ class ProcessSandbox:
                 else self.fork_server()
             )
             try:
-                session = await self.fork(channel, seed)
+                session = await self.fork_session(channel, seed)
                 if context is not None and not large:
                     await session.set_context(context.parts, self.spec.packages)
                 return session
@@ -146,7 +146,7 @@ class ProcessSandbox:
     def _clean_up(self, server: asyncio.Task[ForkServerChannel] | None) -> None:
         """Release the host's resources for a fork server that has ended."""
         if server is not None and not server.cancelled() and server.exception() is None:
-            server.result().abandon()
+            server.result().release_resources()
         self._processes = [each for each in self._processes if each.poll() is None]
 
     async def _start(self) -> ForkServerChannel:
@@ -249,7 +249,7 @@ class ProcessSandbox:
 
     # -- sessions
 
-    async def fork(
+    async def fork_session(
         self, channel: ForkServerChannel, seed: str, *, early: bool = False
     ) -> GuestSessionProxy:
         """Fork a new session from a fork server or from a template.
@@ -353,7 +353,7 @@ def launch(spec: SandboxSpec) -> None:
         _launched[spec] = _start(spec, locate(spec.packages))
 
 
-def leave_to_parent(launched: MutableMapping[Any, StartedForkServer]) -> None:
+def close_inherited_servers(launched: MutableMapping[Any, StartedForkServer]) -> None:
     """Close a forked child's handles to the fork servers of its parent process.
 
     Call this in a forked child; otherwise parent and child would talk to the same server.
@@ -364,7 +364,7 @@ def leave_to_parent(launched: MutableMapping[Any, StartedForkServer]) -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=lambda: leave_to_parent(_launched))
+    os.register_at_fork(after_in_child=lambda: close_inherited_servers(_launched))
 
 
 def _discard_unused_servers() -> None:

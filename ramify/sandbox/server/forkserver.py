@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         MAX_FILES,
         address_space_bytes,
         adopt_orphans,
-        keep_only_descriptors,
+        close_and_renumber_descriptors,
         limit_open_files,
         map_file,
         nonblocking_pipe,
@@ -74,7 +74,7 @@ else:
         MAX_FILES,
         address_space_bytes,
         adopt_orphans,
-        keep_only_descriptors,
+        close_and_renumber_descriptors,
         limit_open_files,
         map_file,
         nonblocking_pipe,
@@ -126,7 +126,7 @@ BRANCH = False
 """Marks a branch, which a session forked itself; the server prepared nothing for it."""
 
 
-class ForkServerEndpoint:
+class ForkServerHostConnection:
     """The fork server's connection to the host, which carries messages and file descriptors.
 
     It trusts the host and may block.
@@ -172,20 +172,20 @@ class ForkServer:
     server, too.
     """
 
-    def __init__(self, control: ForkServerEndpoint, config: dict[str, Any]) -> None:
+    def __init__(self, control: ForkServerHostConnection, config: dict[str, Any]) -> None:
         self.control = control
         self.config = config
         self._context: Any = None
         self._has_context = False
         self.apart: Any = None
-        """In a jail, the ``branches.JailForkOperations``. Otherwise None, and the host sends a
+        """In a jail, the ``branches.GuestForkOperations``. Otherwise None, and the host sends a
         branch's descriptors with its fork request."""
         self._guest: guest.SandboxGuest | None = None
         """The prepared guest of the next session whose descriptors have the usual numbers."""
         self._modules: dict[str, tuple[str, types.CodeType]] = {}
         """Modules that every guest has from its start: name -> source and compiled code."""
         self.children: dict[int, Any] = {}
-        """Process id -> result of ``prepare`` for its session; _TEMPLATE for a template."""
+        """Process id -> result of ``prepare_session`` for its session; _TEMPLATE for a template."""
         self.to_import: list[str] = []
         """Modules to import when idle, or before a second session is forked.
 
@@ -270,17 +270,17 @@ class ForkServer:
             self._import_next()
         prepared = _TEMPLATE  # nothing is prepared yet
         try:
-            prepared = self.prepare()
+            prepared = self.prepare_session()
             pid = os.fork()
         except OSError as error:
             if prepared is not _TEMPLATE:
-                self.release_after_fork(prepared)
+                self.release_prepared(prepared)
                 self.remove_session_folder(prepared)
             self._refuse(header["id"], fds, f"no process for it: {error}")
             return
         if not pid:
             _in_child(lambda: self._run_session(prepared, header, fds))
-        self.release_after_fork(prepared)
+        self.release_prepared(prepared)
         self.children[pid] = prepared
         self._report_opened(header["id"], pid, fds)
 
@@ -299,14 +299,14 @@ class ForkServer:
             self._guest = self._make_guest(_USUAL_FDS)
         except BaseException as error:  # noqa: BLE001  (a session that installs it says why)
             self._modules = before
-            self._refuse(header["id"], [], notebook.error_text(error))
+            self._refuse(header["id"], [], notebook.safe_error_message(error))
             return
         gc.freeze()
         self.control.send({"op": "installed", "id": header["id"]})
 
     # -- setting up a session; the jail overrides this
 
-    def prepare(self) -> Any:
+    def prepare_session(self) -> Any:
         """Create what the next session needs before it is forked.
 
         In this class, that is the session's folder.
@@ -328,13 +328,13 @@ class ForkServer:
         """
         os.setsid()
         tie_to_parent(self.pid)
-        fds = keep_only_descriptors(fds)
+        fds = close_and_renumber_descriptors(fds)
         os.chdir(prepared)
         os.environ.update(HOME=prepared, TMPDIR=prepared)
         limit_open_files()
         return fds, set_limits(self.config["memory_bytes"], address_space_bytes())
 
-    def release_after_fork(self, prepared: Any) -> None:
+    def release_prepared(self, prepared: Any) -> None:
         """Release resources that this server no longer needs once the session has been forked.
 
         Does nothing here; subclasses override it.
@@ -376,7 +376,7 @@ class ForkServer:
         reset_sigchld()
         tie_to_parent(self.pid)
         self.control.sock.close()
-        self.control = ForkServerEndpoint(socket.socket(fileno=control))
+        self.control = ForkServerHostConnection(socket.socket(fileno=control))
         self.children = {}
         try:
             files = self._map_files(num_files)
@@ -417,7 +417,7 @@ class ForkServer:
         own_fds, memory = self.set_up_session_process(prepared, fds)
         session = self._guest if own_fds == _USUAL_FDS else None
         session = session or self._make_guest(own_fds)
-        session.record_process(memory)
+        session.record_own_process(memory)
         if self._has_context:
             session.notebook.bind("context", self._context, True)
         gc.enable()
@@ -439,7 +439,7 @@ class ForkServer:
             apart=self.apart,
         )
         for name, (source, code) in self._modules.items():
-            made.install(name, source, code)
+            made.install_module(name, source, code)
         return made
 
     # -- endings
@@ -591,7 +591,7 @@ def _run_warmup_cells(
             can_fork=True,
         )
         for name, (source, code) in modules.items():
-            rehearsing.install(name, source, code)
+            rehearsing.install_module(name, source, code)
         rehearsing.serve()
     os.close(spool)
 
@@ -602,7 +602,7 @@ def main(control_fd: int) -> None:
     gc.disable()
     # Inherited by sessions, so that an interrupt before their guest is ready does not end them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = ForkServerEndpoint(socket.socket(fileno=control_fd))
+    control = ForkServerHostConnection(socket.socket(fileno=control_fd))
     config, _ = control.receive()
     try:
         preload(config["paths"], (*PRELOAD, *config["packages"]))

@@ -79,7 +79,7 @@ def tie_to_parent(parent: int) -> None:
         os._exit(1)
 
 
-def keep_only_descriptors(fds: list[int]) -> list[int]:
+def close_and_renumber_descriptors(fds: list[int]) -> list[int]:
     """Close all descriptors except the given ones, which get high numbers instead.
 
     Loops in user code that close descriptors do not reach them there. Returns the new numbers.

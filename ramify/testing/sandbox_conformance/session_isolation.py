@@ -43,7 +43,7 @@ async def check_context_binding(probe: SandboxUnderTest) -> None:
 
 
 @register_check("sessions over a context share its memory", "shares_context")
-async def check_shared_context_memory(probe: SandboxUnderTest) -> None:
+async def check_context_is_not_copied(probe: SandboxUnderTest) -> None:
     context = SharedContextValue("some text of some length " * 2_000_000)
     sessions = [await probe.open(context=context) for _ in range(3)]
     code = """
@@ -192,7 +192,7 @@ sorted(k.split(':')[0] for k in opened.values() if k and k not in own)
 
 
 @register_check("files of the host are out of reach", "isolates_files")
-async def check_file_isolation(probe: SandboxUnderTest) -> None:
+async def check_host_file_isolation(probe: SandboxUnderTest) -> None:
     """Check that code in a session cannot read files of the host.
 
     A container may have files at the same paths as the host, but they must be its own.

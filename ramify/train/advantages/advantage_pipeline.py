@@ -5,7 +5,7 @@
         ├── StepAdvantageBuilder  group, task weights ── length ──> a tree of rewards per rollout
         ├── credit                which calls are compared, as per_role  (credit_assignment.py)
         │   └── compare           returns ──> advantages         (group_estimators.py)
-        └── build_step_advantages number per call ── normalise, weight ──> streams per token
+        └── spread_advantages_to_tokens number per call ── normalise, weight ──> streams per token
 
 Most estimators differ only in ``compare``, so all options for credit, length and weight work with
 each of them. Others have their own ``assign_advantages`` with their formula between the same two
@@ -44,19 +44,19 @@ from ramify.train.advantages.credit_assignment import (
     compared_call_ids,
     ends_in_cut_reply,
     num_sampled_tokens,
+    rollout_token_counts,
     sampled_turns,
     soft_overlong,
     subtract_length_penalty,
-    token_and_turn_counts,
     tree_of,
-    why_unscored,
+    why_unusable,
 )
 from ramify.train.advantages.token_loss_weights import (
     Reduction,
     RolloutTokenDivisor,
     Share,
     Weights,
-    weight_ratios,
+    relative_call_weights,
 )
 from ramify.train.advantages.token_loss_weights import weights as token_weights
 from ramify.train.config_redaction import check_none_or_positive
@@ -181,7 +181,7 @@ class GroupAlgorithmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=T
         for group in step.groups:
             group.advantages = credit(group.trees, self.compare, self.gamma_tree)
             _check_numbers(self.credit, group)
-        return step.build_step_advantages(every_token)
+        return step.spread_advantages_to_tokens(every_token)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         """Complete a step's advantages by subtracting the KL penalty, if ``kl_reward`` is set.
@@ -252,10 +252,10 @@ class StepAdvantageBuilder:
     """Builds the advantages of one optimizer step.
 
     Create it from scored groups, let the estimator set ``advantages`` on each of ``groups``, and
-    call ``build_step_advantages``.
+    call ``spread_advantages_to_tokens``.
 
-    The constructor computes the reward of each call. ``build_step_advantages`` gives each token its
-    advantage and its weight.
+    The constructor computes the reward of each call. ``spread_advantages_to_tokens`` gives each
+    token its advantage and its weight.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class StepAdvantageBuilder:
         """The rollout groups of the step that have at least one usable rollout."""
         return [each for each in self._scored if each.trees]
 
-    def build_step_advantages(
+    def spread_advantages_to_tokens(
         self,
         every_token: bool,
         *,
@@ -306,7 +306,7 @@ class StepAdvantageBuilder:
         ):
             if other is not None:
                 of_other = token_weights(counts, other, options.share, divisor)
-                shares[stream] = weight_ratios(of_other, (weights, denominator))
+                shares[stream] = relative_call_weights(of_other, (weights, denominator))
         by_token = [
             [
                 _per_token(rollout, count, gamma)
@@ -392,7 +392,7 @@ def _check_numbers(credit: str, group: ScoredRolloutGroup) -> None:
 
 def _usable_rollouts(group: Group) -> Group:
     """Return a copy of ``group`` without the rollouts that cannot be learned from."""
-    kept = [trajectory for trajectory in group.trajectories if not why_unscored(trajectory)]
+    kept = [trajectory for trajectory in group.trajectories if not why_unusable(trajectory)]
     return msgspec.structs.replace(group, trajectories=kept)
 
 
@@ -406,7 +406,7 @@ def _notes(groups: Sequence[Group]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for group in groups:
         for trajectory in group.trajectories:
-            if not trajectory.score_error and (why := why_unscored(trajectory)):
+            if not trajectory.score_error and (why := why_unusable(trajectory)):
                 by_reason.setdefault(why, []).append(_short_name(trajectory.id))
     notes = [
         f"{names[0]} is left out of its group: it {why}"
@@ -439,7 +439,7 @@ def _score_group(
     group = _usable_rollouts(group)
     trajectories = group.trajectories
     trees = [tree_of(trajectory, task_weights) for trajectory in trajectories]
-    lengths = [token_and_turn_counts(trajectory) for trajectory in trajectories]
+    lengths = [rollout_token_counts(trajectory) for trajectory in trajectories]
     roots = [next(iter(tree)) for tree in trees]
     rewards = _for_length(
         [tree[root].reward for tree, root in zip(trees, roots, strict=True)], lengths, options

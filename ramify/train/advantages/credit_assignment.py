@@ -482,15 +482,15 @@ def subtract_length_penalty(
     ]
 
 
-def is_scored(trajectory: Trajectory) -> bool:
+def has_usable_reward(trajectory: Trajectory) -> bool:
     """Return True if the rollout has a usable reward.
 
     A rollout that failed for external reasons has none.
     """
-    return not why_unscored(trajectory)
+    return not why_unusable(trajectory)
 
 
-def why_unscored(trajectory: Trajectory) -> str:
+def why_unusable(trajectory: Trajectory) -> str:
     """Return why a rollout cannot be learned from, as a predicate such as "has no reward".
 
     Returns an empty string if the rollout is usable.
@@ -597,7 +597,7 @@ def ends_in_cut_reply(call: Call) -> bool:
     return bool(call.turns) and call.turns[-1].reply.finish == "length" and not by_limit
 
 
-def token_and_turn_counts(trajectory: Trajectory) -> RolloutTokenCounts:
+def rollout_token_counts(trajectory: Trajectory) -> RolloutTokenCounts:
     """Count the sampled tokens, the prompt tokens and the turns of the whole call tree."""
     turns = [turn for call in trajectory.calls for turn in call.turns]
     num_input = sum(len(turn.reply.prompt_ids or ()) for turn in turns)

@@ -41,7 +41,7 @@ from ramify.train.advantages.credit_assignment import (
     validate_advantages,
 )
 from ramify.train.advantages.group_estimators import RLOO
-from ramify.types.fork_segment import ForkSegment, root_segment
+from ramify.types.fork_segment import ForkSegment, first_segment
 from ramify.types.trajectory import Call, Group, Trajectory
 
 Trees = Sequence[Mapping[str, CreditNode]]
@@ -95,7 +95,7 @@ class TurnAdvantageEstimator(RLOO, frozen=True, kw_only=True):
             )
             scored.turns = [self._with_children(*row) for row in rows]
             scored.advantages = [dict.fromkeys(tree, 0.0) for tree in scored.trees]
-        return step.build_step_advantages(every_token)
+        return step.spread_advantages_to_tokens(every_token)
 
     def _compare_values(self, values: Sequence[float]) -> Sequence[float]:
         return validate_advantages(self.compare, values, self.compare(values))
@@ -162,7 +162,7 @@ class BranchEstimator(
     def root_turn_advantages(
         self, group: Group, rewards: Mapping[str, float]
     ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
-        trees = [root_segment(trajectory) for trajectory in group.trajectories]
+        trees = [first_segment(trajectory) for trajectory in group.trajectories]
         values = [
             _Values(self._rewards(trajectory, tree, rewards))
             for trajectory, tree in zip(group.trajectories, trees, strict=True)

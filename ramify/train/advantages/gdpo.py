@@ -63,7 +63,7 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
                         total[call] += weights.get(name, 1.0) * value
             scored.advantages = sums
         by_rollout = self.normalise and self.over == "rollouts"
-        return step.build_step_advantages(
+        return step.spread_advantages_to_tokens(
             every_token, rescale=self._whiten_numbers if by_rollout else None
         )
 

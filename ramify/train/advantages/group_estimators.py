@@ -121,7 +121,9 @@ class RLOO(GroupAlgorithmOptions, frozen=True, kw_only=True, tag_field="name", t
             row = line.parts[0][0]
             group = charges.setdefault(row.item, {})
             kl = float(
-                (line.stream_values("old_logprobs") - line.stream_values("ref_logprobs")).sum()
+                (
+                    line.per_token_values("old_logprobs") - line.per_token_values("ref_logprobs")
+                ).sum()
             )
             name = rollout_of(row.name)
             group[name] = group.get(name, 0.0) + kl
@@ -132,7 +134,7 @@ class RLOO(GroupAlgorithmOptions, frozen=True, kw_only=True, tag_field="name", t
         }
         for line in calls:
             name = rollout_of(line.parts[0][0].name)
-            line.write_stream("advantages", line.stream_values("advantages") - extra[name])
+            line.write_stream("advantages", line.per_token_values("advantages") - extra[name])
         if self.normalise:
             row_math.normalise_advantages(calls, self.normalise_epsilon)
         num = sum(len(tokens) for line in calls for _, tokens in line.parts)

@@ -87,7 +87,7 @@ class PPO(
                     }
                 )
             group.advantages = [dict.fromkeys(tree, 0.0) for tree in group.trees]
-        assigned = step.build_step_advantages(True, has_baseline=False)
+        assigned = step.spread_advantages_to_tokens(True, has_baseline=False)
         for rollout in assigned.rollouts:
             last = dict(sorted(rollout.credits))
             for (call, turn), credit in rollout.credits.items():
@@ -102,20 +102,22 @@ class PPO(
         calls = list(row_math.tokens_by_call(rows))
         returns, residuals, kls = [], [], []
         for line in calls:
-            rewards, values = line.stream_values("rewards"), line.stream_values("values")
+            rewards, values = line.per_token_values("rewards"), line.per_token_values("values")
             if self.kl_reward:
-                kls.append(line.stream_values("old_logprobs") - line.stream_values("ref_logprobs"))
+                kls.append(
+                    line.per_token_values("old_logprobs") - line.per_token_values("ref_logprobs")
+                )
                 rewards = rewards - self.kl_reward * kls[-1]
             starts = np.arange(len(values))
             if self.unit == "turn":
-                starts = row_math.turn_start_indices(line.stream_values("turn"))
+                starts = row_math.turn_start_indices(line.per_token_values("turn"))
             by_step = row_math.gae(
                 np.add.reduceat(rewards, starts), values[starts], self.gamma, self.lam
             )
             lengths = np.diff(starts, append=len(values))
             advantages, values = np.repeat(by_step, lengths), np.repeat(values[starts], lengths)
             line.write_stream("returns", advantages + values)
-            line.write_stream("advantages", line.stream_values("advantages") + advantages)
+            line.write_stream("advantages", line.per_token_values("advantages") + advantages)
             returns.append(advantages + values)
             residuals.append(advantages)
         if self.normalise:

@@ -73,7 +73,7 @@ class RAE(
                     means.update(self._update_means(means, returns_by_role))
                     returns_by_role.clear()
             group.advantages = numbers
-        assigned = step.build_step_advantages(every_token)
+        assigned = step.spread_advantages_to_tokens(every_token)
         means.update(self._update_means(means, returns_by_role))
         assigned.memory |= {role: mean for role, mean in means.items() if "@" in role}
         return assigned

@@ -51,7 +51,7 @@ class ReinforcePP(
         step = StepAdvantageBuilder(groups, weights, self)
         for group in step.groups:
             group.advantages = [inherited_returns(tree, self.gamma_tree) for tree in group.trees]
-        return step.build_step_advantages(every_token, gamma=self.gamma, has_baseline=False)
+        return step.spread_advantages_to_tokens(every_token, gamma=self.gamma, has_baseline=False)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return row_math.subtract_kl_penalty(

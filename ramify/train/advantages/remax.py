@@ -14,7 +14,7 @@ import msgspec
 
 from ramify.train.advantages.advantage_pipeline import GroupAlgorithmOptions, StepAdvantageBuilder
 from ramify.train.advantages.base import AlgorithmNeeds, OptimizerStepAdvantages
-from ramify.train.advantages.credit_assignment import CreditNode, tree_of, why_unscored
+from ramify.train.advantages.credit_assignment import CreditNode, tree_of, why_unusable
 from ramify.types.trajectory import Group
 
 
@@ -56,7 +56,7 @@ class ReMax(
             scored.advantages = [
                 dict.fromkeys(tree, _root_reward(tree) - baseline) for tree in scored.trees
             ]
-        assigned = step.build_step_advantages(every_token)
+        assigned = step.spread_advantages_to_tokens(every_token)
         assigned.notes += [
             f"item {group.task} is left out: {why}"
             for group in groups
@@ -72,5 +72,5 @@ def _root_reward(tree: Mapping[str, CreditNode]) -> float:
 def _why_unusable(group: Group) -> str:
     if group.greedy is None:
         return "it has no greedy rollout"
-    why = why_unscored(group.greedy)
+    why = why_unusable(group.greedy)
     return f"its greedy rollout {why}" if why else ""

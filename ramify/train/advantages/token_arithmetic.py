@@ -49,7 +49,7 @@ class SampledCallTokens(NamedTuple):
     parts: list[tuple[TokenSequence, Ints]]
     """Pairs of a token sequence and the indices of its sampled tokens."""
 
-    def stream_values(self, name: str) -> Doubles:
+    def per_token_values(self, name: str) -> Doubles:
         """Return the values [N] of the stream (per-token array) ``name`` at this call's tokens.
 
         ``name`` may be ``advantages``. Raises TrainError if a token sequence lacks the stream.
@@ -162,10 +162,12 @@ def subtract_kl_penalty(
     charges: list[Doubles] = []
     calls = list(tokens_by_call(rows))
     for line in calls:
-        charges.append(line.stream_values("old_logprobs") - line.stream_values("ref_logprobs"))
+        charges.append(
+            line.per_token_values("old_logprobs") - line.per_token_values("ref_logprobs")
+        )
         line.write_stream(
             "advantages",
-            line.stream_values("advantages") + returns_to_go(-beta * charges[-1], gamma),
+            line.per_token_values("advantages") + returns_to_go(-beta * charges[-1], gamma),
         )
     if normalise:
         normalise_advantages(calls, epsilon)
@@ -179,7 +181,9 @@ def normalise_advantages(calls: Sequence[SampledCallTokens], epsilon: float | No
     """
     if not calls:
         return
-    whitened = whiten(np.concatenate([line.stream_values("advantages") for line in calls]), epsilon)
+    whitened = whiten(
+        np.concatenate([line.per_token_values("advantages") for line in calls]), epsilon
+    )
     start = 0
     for line in calls:
         num = sum(len(tokens) for _, tokens in line.parts)
@@ -237,7 +241,7 @@ def subtract_group_mean(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float
     return [{step: value - centre for step, value in row.items()} for row in rows]
 
 
-def normalise_turns(rows: Sequence[Mapping[K, float]], norm: Norm) -> list[dict[K, float]]:
+def normalise_turn_values(rows: Sequence[Mapping[K, float]], norm: Norm) -> list[dict[K, float]]:
     """Normalise per-turn numbers of several trajectories by the method called ``norm``.
 
     Each trajectory has one mapping from turn to number.

@@ -111,7 +111,7 @@ StepWeights = tuple[list[list[Weights]], float]
 """The result of ``weights``: the nested token weights and the divisor of the loss."""
 
 
-def weight_ratios(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
+def relative_call_weights(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
     """Return how much more each call's tokens count in the loss under ``other`` than under
     ``base``.
 

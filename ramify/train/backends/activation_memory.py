@@ -25,7 +25,7 @@ _LARGE = 1 << 30
 _BLOCK = 1 << 20
 
 
-def activation_room(memory: int) -> int:
+def max_activation_bytes(memory: int) -> int:
     """Return how many bytes of memory the activations of a training step may occupy.
 
     ``memory`` is the memory of the GPU in bytes, or 0 on a CPU.
@@ -68,7 +68,7 @@ def max_tokens_in_memory(config: Any, device: torch.device, recompute: bool, pre
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     layers = config.num_hidden_layers
     token = activation_bytes_per_token(config.hidden_size, mlp, layers, recompute, itemsize)
-    return max(LEAST_TOKENS, activation_room(total_gpu_bytes(device)) // token)
+    return max(LEAST_TOKENS, max_activation_bytes(total_gpu_bytes(device)) // token)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

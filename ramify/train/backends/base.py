@@ -23,7 +23,7 @@ from ramify.errors import ConfigError, DeprecatedSettingNameWarning
 from ramify.logging import ComponentLogger
 from ramify.plugins import PluginRegistry
 from ramify.train.backends.mesh import DeviceMeshSizes
-from ramify.train.config_redaction import check_bounds, check_none_or_positive
+from ramify.train.config_redaction import check_field_bounds, check_none_or_positive
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.total_loss import LossSpec
 from ramify.types.training_sequences import Batch, Floats
@@ -171,10 +171,10 @@ class FsdpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         check_none_or_positive("compute.shard", "one per GPU", ranks=self.ranks)
         check_none_or_positive("compute.shard", "any free port", port=self.port)
         sizes = {name: getattr(self, name) for name in ("replicas", "tensor", "experts")}
-        check_bounds("compute.shard", least=1, **sizes)
+        check_field_bounds("compute.shard", least=1, **sizes)
         if self.ranks is not None:
             self.mesh(self.ranks)
-        check_bounds("compute.shard", above=0, timeout_s=self.timeout_s)
+        check_field_bounds("compute.shard", above=0, timeout_s=self.timeout_s)
         if self.port is not None and self.port > 65535:
             raise ConfigError(f"compute.shard.port={self.port} must be at most 65535")
 

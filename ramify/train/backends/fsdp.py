@@ -169,22 +169,22 @@ class ShardedTrainedModel:
             check_optimizer(optim, shard)
 
     def backend(self, optim: OptimizerSpec) -> FsdpBackend:
-        self._backend = self._model.backend(optim)
+        self._backend = self._model.create_backend(optim)
         return self._backend
 
     def with_critic(self, optim: OptimizerSpec, own: OptimizerSpec | None) -> Backend:
         if own is None:
-            self._backend = self._model.backend(optim, critic=True)
+            self._backend = self._model.create_backend(optim, critic=True)
             return self._backend
         # Adapters are summed up first; without them each rank copies its own part.
         source = self._model if self._model.lora is None else dict(self.weights())
         model = self._ranks.shard_model(self._model.config, source, self._model.lora, critic=True)
-        return PolicyWithSeparateCritic(self.backend(optim), model.backend(own, critic=True))
+        return PolicyWithSeparateCritic(self.backend(optim), model.create_backend(own, critic=True))
 
     def reference(self, folder: Path, is_base: bool) -> ShardedReference | FsdpBackend:
         if is_base and self._model.lora is not None and self._backend is not None:
             return self._backend.base_reference()
-        return self._ranks.shard_model(self._model.config, folder).backend()
+        return self._ranks.shard_model(self._model.config, folder).create_backend()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._model.weights()
@@ -192,7 +192,7 @@ class ShardedTrainedModel:
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        return self._model.base_tensors_and_adapters()
+        return self._model.lazy_weights_and_adapters()
 
     def stack_traces(self) -> str:
         """Return the stack traces of all other ranks, as text."""

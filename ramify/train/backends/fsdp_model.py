@@ -45,7 +45,7 @@ from ramify.train.backends.rank import (
 )
 from ramify.train.backends.safetensors_export import export_model
 from ramify.train.backends.sharded_lora import AdapterSpec
-from ramify.train.backends.single_device import check_window
+from ramify.train.backends.single_device import check_context_window
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import total_loss as losses
 from ramify.train.losses.total_loss import LossSpec, LossTally
@@ -125,7 +125,7 @@ class FsdpBackend:
         self._call("clear_gradient")
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        return self.entry_logprobs(batches, base=False)
+        return self.loss_token_logprobs(batches, base=False)
 
     def base_reference(self) -> ShardedReference:
         """Return the model without its adapters, for use as a frozen reference model."""
@@ -190,7 +190,7 @@ class FsdpBackend:
         self._call("load", str(folder.resolve()), state["num_steps"], random)
         self._steps = state["num_steps"]
 
-    def entry_logprobs(self, batches: Many[Batch], base: bool) -> list[Floats]:
+    def loss_token_logprobs(self, batches: Many[Batch], base: bool) -> list[Floats]:
         """Return the log-probabilities of the tokens that contribute to the loss, as one array per
         batch.
 
@@ -224,7 +224,7 @@ class FsdpBackend:
         has the batches of each rank, padded with None to the same length.
         """
         for batch in batches:
-            check_window(batch, self._model.policy.window)
+            check_context_window(batch, self._model.policy.window)
         shares = distribute_batches(batches, self._mesh.num_batches)
         rounds = max(map(len, shares))
         return shares, [
@@ -258,7 +258,7 @@ class ShardedReference:
         return self._trained.packing
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        return self._trained.entry_logprobs(batches, base=True)
+        return self._trained.loss_token_logprobs(batches, base=True)
 
 
 class FsdpModelSpec(NamedTuple):
@@ -348,7 +348,9 @@ class FsdpModel:
             if not sharded_lora.is_adapter(n)
         }
 
-    def backend(self, optim: OptimizerSpec | None = None, *, critic: bool = False) -> FsdpBackend:
+    def create_backend(
+        self, optim: OptimizerSpec | None = None, *, critic: bool = False
+    ) -> FsdpBackend:
         """Return a backend that trains the model with a fresh optimizer.
 
         ``critic`` also trains the value head, if the model was created with one.
@@ -364,10 +366,10 @@ class FsdpModel:
         if self.lora is None:
             yield from self._gather_tensors(list(self.shapes))
             return
-        for name, base, make in self.base_tensors_and_adapters():
+        for name, base, make in self.lazy_weights_and_adapters():
             yield name, base.detach() if make is None else make()
 
-    def base_tensors_and_adapters(
+    def lazy_weights_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         """Yield each weight and its adapter without gathering them from the ranks.
@@ -458,7 +460,7 @@ class FsdpModel:
         assert self.lora is not None
 
         def pair() -> tuple[Tensor, Tensor]:
-            (_, a), (_, b) = self._gather_tensors(list(sharded_lora.matrix_names(name)))
+            (_, a), (_, b) = self._gather_tensors(list(sharded_lora.adapter_matrix_names(name)))
             return a, b
 
         scale = self.lora.alpha / self.lora.rank

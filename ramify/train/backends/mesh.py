@@ -4,11 +4,11 @@ This module says what each axis splits, and checks that the sizes fit the model.
 
     ranks=8, replicas=2, tensor=2             experts=4 (the same ranks, seen by experts)
 
-    replicate  0  shard 0  tensor 0 1         replicate 0   expert_shard 0   experts 0 1 2 3
-                  shard 1  tensor 2 3         replicate 1   expert_shard 0   experts 0 1 2 3
+    replicate  0  shard 0  tensor 0 1         replicate 0   num_expert_shards 0   experts 0 1 2 3
+                  shard 1  tensor 2 3         replicate 1   num_expert_shards 0   experts 0 1 2 3
     replicate  1  shard 0  tensor 4 5
                   shard 1  tensor 6 7         ranks = replicas x shard x tensor
-                                                    = replicas x expert_shard x experts
+                                                    = replicas x num_expert_shards x experts
 
 Ranks of one ``tensor`` group compute the same batch, each with a part of every matrix. Ranks that
 differ in another axis compute different batches; FSDP2 gathers the parts of a layer's weights along
@@ -71,7 +71,7 @@ class DeviceMeshSizes(NamedTuple):
         return sizes
 
     @property
-    def expert_shard(self) -> int:
+    def num_expert_shards(self) -> int:
         """Number of ranks over which the weights of one set of experts are sharded."""
         return self.shard * self.tensor // self.experts
 
@@ -81,7 +81,7 @@ class DeviceMeshSizes(NamedTuple):
         return self.replicas * self.shard
 
     @property
-    def splits_layers(self) -> bool:
+    def has_intra_layer_parallelism(self) -> bool:
         """True if several ranks compute each layer jointly rather than only sharding its
         weights."""
         return self.tensor > 1 or self.experts > 1
@@ -110,7 +110,7 @@ def check_model(
     no plan for splitting, the error says so. ``tensor_plan`` and ``expert_plan`` add rules from the
     recipe.
     """
-    if not sizes.splits_layers:
+    if not sizes.has_intra_layer_parallelism:
         return
     check_transformers_version()
     config = config.get_text_config()

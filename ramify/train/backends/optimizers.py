@@ -212,7 +212,7 @@ class OptimizerWeightAccess(Protocol):
         """Sum ``tensor`` over the data-parallel ranks, which compute different batches."""
         ...
 
-    def norm(self, tensors: Many[Tensor]) -> float:
+    def global_norm(self, tensors: Many[Tensor]) -> float:
         """Return the joint norm of all the given tensors.
 
         The shards on other ranks are included.
@@ -244,7 +244,7 @@ class SingleProcessWeightSharding:
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def norm(self, tensors: Many[Tensor]) -> float:
+    def global_norm(self, tensors: Many[Tensor]) -> float:
         return float(sum_of_squares(tensors).sqrt()) if tensors else 0.0
 
     def scale(self, tensors: Many[Tensor], factor: float) -> None:

@@ -184,7 +184,7 @@ class RankModelWorker:
         shard = making.compute.shard
         mesh_sizes = shard.mesh(self.size)
         config = making.config.restore_config()
-        model = build_meta_model(config, splits_layers=mesh_sizes.splits_layers)
+        model = build_meta_model(config, splits_layers=mesh_sizes.has_intra_layer_parallelism)
         plan = TensorParallelPlan.from_model(model, mesh_sizes, shard)
         names: list[str] = []
         if making.lora is not None:

@@ -96,7 +96,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith((_A, _B))
 
 
-def matrix_names(name: str) -> tuple[str, str]:
+def adapter_matrix_names(name: str) -> tuple[str, str]:
     """Return the names of the adapter matrices A and B of a weight matrix, given its name in the
     model without adapters."""
     owner = name.removesuffix(".weight")

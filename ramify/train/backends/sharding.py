@@ -167,7 +167,7 @@ class FsdpWeightSharding:
         dist.all_reduce(summed)
         return summed / self._copies
 
-    def norm(self, tensors: Many[Tensor]) -> float:
+    def global_norm(self, tensors: Many[Tensor]) -> float:
         total = torch.zeros((), dtype=torch.float64)
         for num, parts in _by_copies(tensors).items():
             total = total + sum_of_squares(parts).cpu() / num

@@ -205,7 +205,7 @@ class SingleBackend:
                 self._raise_non_finite(batch, entries, loss, is_finite)
             if self._balance is not None:
                 # It also prepares the gradient that the backward pass adds at the routers.
-                measured.add_experts(self._balance.finish_forward())
+                measured.add_experts(self._balance.collect_expert_load())
             value.backward()  # type: ignore[no-untyped-call]
         heartbeat()
         return measured
@@ -234,7 +234,7 @@ class SingleBackend:
         If the norm is not finite, clear the gradients and raise TrainError.
         """
         gradients = [p.grad for p in self.trained_modules.parameters() if p.grad is not None]
-        norm = self._spread.norm(gradients)
+        norm = self._spread.global_norm(gradients)
         if not math.isfinite(norm):
             self.clear_gradient()
             raise TrainError(
@@ -341,13 +341,13 @@ class SingleBackend:
         return (
             contextlib.nullcontext()
             if self._balance is None
-            else self._balance.batch_pass(batch, self._device)
+            else self._balance.track_batch_routing(batch, self._device)
         )
 
     def _loss_inputs(
         self, batch: Batch, entropy: EntryOutput, unit: SequenceUnit = "call"
     ) -> BatchLossInputs:
-        check_window(batch, self._window)
+        check_context_window(batch, self._window)
         heartbeat()
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
         logprobs, entropies, values = self._spread.run_with_weights(
@@ -523,7 +523,7 @@ class SingleBackend:
             )
 
 
-def check_window(batch: Batch, window: int) -> None:
+def check_context_window(batch: Batch, window: int) -> None:
     """Raise ConfigError if a token sequence in ``batch`` is longer than the policy's context
     window."""
     longest = int(batch.positions.max()) + 1

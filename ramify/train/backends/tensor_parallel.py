@@ -57,7 +57,7 @@ class TensorParallelPlan(NamedTuple):
         rules. Raises ConfigError if a rule is invalid.
         """
         packed = _packed_dimensions(model)
-        if not sizes.splits_layers:
+        if not sizes.has_intra_layer_parallelism:
             return cls({}, {}, packed)
         from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -119,7 +119,7 @@ class TensorParallelPlan(NamedTuple):
 
         sizes = shard.mesh(num_ranks)
         check_model(config, sizes, shard.tensor_plan, shard.expert_plan)
-        if sizes.splits_layers:
+        if sizes.has_intra_layer_parallelism:
             model = build_meta_model(config, splits_layers=True)
             plan = TensorParallelPlan.from_model(model, sizes, shard)
             plan.with_adapters([] if adapted is None else target_module_names(model, adapted))
@@ -151,14 +151,16 @@ class RankMesh:
             )
 
         self.sizes = sizes
-        if sizes.splits_layers:  # its warning that a tensor is gathered along two axes
+        if (
+            sizes.has_intra_layer_parallelism
+        ):  # its warning that a tensor is gathered along two axes
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self._layers = mesh(
             (sizes.replicas, sizes.shard, sizes.tensor), "replicate", "shard", "tensor"
         )
         self._experts = self._layers
         if sizes.experts > 1:
-            shape = sizes.replicas, sizes.expert_shard, sizes.experts
+            shape = sizes.replicas, sizes.num_expert_shards, sizes.experts
             self._experts = mesh(shape, "replicate", "expert_shard", "experts")
 
     def storage_mesh(self, axis: str = "shard") -> Any:

@@ -44,7 +44,7 @@ from ramify.types.training_sequences import (
     Floats,
     SequenceUnit,
     TokenSequence,
-    sequence_group_key,
+    call_or_rollout_key,
 )
 
 Unit = str | int
@@ -67,7 +67,7 @@ class PackingCostModel(msgspec.Struct, frozen=True):
     apart from the rest and merged.
     """
 
-    def cost(self, begin: int, end: int) -> float:
+    def span_cost(self, begin: int, end: int) -> float:
         """Return the cost of computing the tokens from ``begin`` to ``end`` (exclusive) of a
         sequence.
 
@@ -125,7 +125,7 @@ def pack(
     found = forest([sequences[index] for index in learning])
     trees = _build_shared_trees(found, packing)
     units = [
-        index if whole is None else sequence_group_key(sequences[index].name, index, whole)
+        index if whole is None else call_or_rollout_key(sequences[index].name, index, whole)
         for index in learning
     ]
     pieces = _pieces(trees, units, packing)
@@ -218,7 +218,9 @@ def _build_shared_trees(radix_forest: PrefixForest, packing: PackingSpec) -> lis
         node, num = nodes[index], children[index]
         tokens = node.end - node.begin
         if num:
-            saved = (num - 1) * packing.cost.cost(node.begin, node.end) if packing.share else 0.0
+            saved = (
+                (num - 1) * packing.cost.span_cost(node.begin, node.end) if packing.share else 0.0
+            )
             keeps[index] = saved > packing.cost.share + packing.cost.join * below[index]
         if node.parent >= 0:
             children[node.parent] += 1 if keeps[index] else num
@@ -396,7 +398,7 @@ def _extract_piece(
         if index in absorbed:
             rank[index] = rank[absorbed[index]]
     num_tokens = sum(stretch.end - stretch.begin for stretch in stretches)
-    total = sum(cost.cost(stretch.begin, stretch.end) for stretch in stretches)
+    total = sum(cost.span_cost(stretch.begin, stretch.end) for stretch in stretches)
     return PackablePrefixTree(
         stretches, [(sequence, rank[leaf]) for sequence, leaf in leaves], num_tokens, total
     )

@@ -31,7 +31,7 @@ _STREAMS = ("token_ids", "mask", "sampler_logprobs", "advantages", "rl")
 _OPTIONAL = ("ce", "kd")
 
 
-def key_of(config: Any) -> str:
+def settings_hash(config: Any) -> str:
     """Return a hash of the settings that the stored token sequences depend on.
 
     Stored sequences with the same hash can be reused.

@@ -54,7 +54,7 @@ def reverse_kl(teacher: Tensor, now: Tensor) -> Tensor:
     return (now.exp() * (now - teacher)).sum(-1) + rest * (rest.log() - rest_teacher.log())
 
 
-def surrogate(
+def clipped_ppo_surrogate(
     teacher: Tensor,
     old: Tensor,
     now: Tensor,

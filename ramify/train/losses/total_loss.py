@@ -43,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import ConfigError, TrainError
-from ramify.plugins import check_methods, names_to_import_locations
+from ramify.plugins import check_methods, replace_names_with_import_locations
 from ramify.train.losses import (
     POLICY_LOSSES,
     DppoTv,
@@ -60,8 +60,8 @@ from ramify.train.losses.base import (
 )
 from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.critic import CriticLossInputs, ValueLoss
-from ramify.train.losses.distil_losses import KdKind, forward_kl, reverse_kl, surrogate
-from ramify.types.training_sequences import Batch, Floats, Ints, SequenceUnit, sequence_group_key
+from ramify.train.losses.distil_losses import KdKind, clipped_ppo_surrogate, forward_kl, reverse_kl
+from ramify.types.training_sequences import Batch, Floats, Ints, SequenceUnit, call_or_rollout_key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,8 +189,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"rl.loss: {error}: make the formula a BaseLossFormula, which can be sent to "
                 "other processes"
             ) from None
-        names_to_import_locations(self.policy, data["policy"])
-        names_to_import_locations(self.corrections, data["corrections"])
+        replace_names_with_import_locations(self.policy, data["policy"])
+        replace_names_with_import_locations(self.corrections, data["corrections"])
         return data
 
     @classmethod
@@ -384,7 +384,7 @@ def _distil(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Tenso
     teacher = entries.streams["teacher_logprobs"]
     if entries.teacher_ids_logprobs is not None:
         if loss.kd == "surrogate":
-            return surrogate(
+            return clipped_ppo_surrogate(
                 teacher,
                 entries.streams["student_logprobs"],
                 entries.teacher_ids_logprobs,
@@ -573,7 +573,7 @@ def sequence_index_of_entries(batch: Batch, unit: SequenceUnit = "call") -> tupl
     owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
     numbers: dict[str | int, int] = {}
     found = [
-        numbers.setdefault(sequence_group_key(batch.sequences[owner], owner, unit), len(numbers))
+        numbers.setdefault(call_or_rollout_key(batch.sequences[owner], owner, unit), len(numbers))
         for owner in owners.tolist()
     ]
     return np.array(found, np.int64)[places], len(numbers)
@@ -585,7 +585,9 @@ def check_sequences_unsplit(batches: Many[Batch], unit: SequenceUnit = "call") -
     places = Counter[str | int]()
     for batch in batches:
         learnt = np.unique(batch.owners[batch.streams["rl"] != 0, 0]).tolist()
-        places.update({sequence_group_key(batch.sequences[index], index, unit) for index in learnt})
+        places.update(
+            {call_or_rollout_key(batch.sequences[index], index, unit) for index in learnt}
+        )
     for name, num in places.items():
         if num > 1:
             raise TrainError(

@@ -30,7 +30,7 @@ from ramify.errors import ConfigError
 from ramify.train.placement.placement_spec import ROLES, NodePoolSpec, PlacementSpec
 
 
-def process_counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
+def processes_per_role(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
     """Count the processes of each role, such as trainer or inference, and of each service, by name.
 
     ``by_run`` has the number of processes that the run's other options, such as ``inference.num``,

@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError, did_you_mean
-from ramify.train.config_redaction import check_bounds, check_none_or_positive
+from ramify.train.config_redaction import check_field_bounds, check_none_or_positive
 
 ROLES = ("trainer", "inference", "rollouts")
 KINDS = ("local", "ray")
@@ -45,8 +45,8 @@ class NodePoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         check_none_or_positive("placement.pools", "not counted", memory_gb=self.memory_gb)
-        check_bounds("placement.pools", least=1, nodes=self.nodes)
-        check_bounds("placement.pools", least=0, gpus=self.gpus, cpus=self.cpus)
+        check_field_bounds("placement.pools", least=1, nodes=self.nodes)
+        check_field_bounds("placement.pools", least=0, gpus=self.gpus, cpus=self.cpus)
 
 
 class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -157,8 +157,8 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if pool and pool not in self.pools:
                 hint = did_you_mean(pool, self.pools) if self.pools else "placement.pools is empty"
                 raise ConfigError(f"placement.{name}.pool: unknown pool '{pool}': {hint}")
-        check_bounds("placement", above=0, start_s=self.start_s)
-        check_bounds("placement", least=0, restarts=self.restarts)
+        check_field_bounds("placement", above=0, start_s=self.start_s)
+        check_field_bounds("placement", least=0, restarts=self.restarts)
 
     @property
     def roles(self) -> tuple[str, ...]:

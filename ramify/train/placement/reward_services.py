@@ -34,7 +34,7 @@ _END_S = 10.0
 _BLOCK = 1 << 16
 
 
-class RewardServices:
+class RewardServiceManager:
     """All services of one run, i.e. its judge and reward servers.
 
     This class starts, watches and ends them, in the run's event loop.
@@ -100,7 +100,7 @@ class RewardServices:
         restarts = ProcessRestartLimiter(self._restarts, _log, "service")
 
         def failed(why: object) -> bool:
-            return restarts.record_loss(service.name, str(why))
+            return restarts.decide_restart(service.name, str(why))
 
         async def restarted() -> bool:
             await service.start()

@@ -38,8 +38,8 @@ from ramify.sandbox.base import AnySandboxSpec, SharedContextValue, provider_spe
 from ramify.sandbox.guest.message_frames import pack_value, unpack_value
 from ramify.sandbox.guest.value_encoding import ValueEncodingError
 from ramify.tasks.base import Item, task_of
-from ramify.tasks.batch_scoring import is_scored_by_step
-from ramify.train.branch_sampler import BranchOptions, rollout_fork_arguments
+from ramify.tasks.batch_scoring import is_batch_scored
+from ramify.train.branch_sampler import BranchOptions, branch_sampling_arguments
 from ramify.train.call_depth_models import DepthSpec, FrozenModelBudget, ModelsByCallDepth
 from ramify.types.message import Message
 
@@ -286,8 +286,8 @@ class _RolloutWorker:
                 metadata={"rollout": request.name},
                 grace_s=self._spec.grace_s,
                 direct=self._spec.direct,
-                is_scored=not is_scored_by_step(self._task, item),
-                **rollout_fork_arguments(request.branch, self._rlm.limits),
+                is_scored=not is_batch_scored(self._task, item),
+                **branch_sampling_arguments(request.branch, self._rlm.limits),
             )
             self._send(
                 RolloutWorkerMessage(

@@ -303,7 +303,7 @@ class RolloutWorkers:
 
     def _note_failed_restart(self, number: int, error: Exception) -> bool:
         self._reasons.append(f"rollout worker {number} did not restart: {error}")
-        return self._restarts.record_loss(number, self._reasons[-1])
+        return self._restarts.decide_restart(number, self._reasons[-1])
 
     # --- supervision
 
@@ -326,7 +326,7 @@ class RolloutWorkers:
                     worker.send(AvailableEnginesMessage(urls))
                 if await asyncio.to_thread(worker.process.poll) is not None:
                     self._handle_lost_worker(worker, await asyncio.to_thread(_why_lost, worker))
-                elif worker.heartbeats.is_overdue():
+                elif worker.heartbeats.count_silent_interval():
                     self._handle_lost_worker(
                         worker,
                         f"rollout worker {worker.number} ({worker.process.where}) is lost: no "
@@ -392,7 +392,7 @@ class RolloutWorkers:
         worker.send(EndWorkerMessage())
         worker.channel.close()
         self._reasons.append(why)
-        is_restarted = self._restarts.record_loss(
+        is_restarted = self._restarts.decide_restart(
             worker.number,
             f"{self._reasons[-1]}; {len(worker.requests)} rollouts are sampled again, "
             f"{len(self._alive)} other workers remain",

@@ -45,9 +45,9 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.progress import ProgressReporter, report_progress
+from ramify.progress import ProgressReporter, track_progress
 from ramify.tasks.base import Item
-from ramify.train.config_redaction import check_bounds, check_none_or_positive
+from ramify.train.config_redaction import check_field_bounds, check_none_or_positive
 from ramify.train.metrics import RolloutGroupRecord, group_record
 from ramify.train.rollouts.difficulty_pool import NoSignalItemFilter
 from ramify.train.rollouts.rollouter import (
@@ -112,7 +112,7 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def __post_init__(self) -> None:
         staleness = {"grace_steps": self.grace_steps, "max_staleness": self.max_staleness}
-        check_bounds("rl.sample", least=0, **staleness)
+        check_field_bounds("rl.sample", least=0, **staleness)
         check_none_or_positive("rl.sample", "no dynamic sampling", max_items=self.max_items)
         check_none_or_positive("rl.sample", "never", straggler_factor=self.straggler_factor)
         if self.straggler_factor is not None and self.straggler_factor < 1:
@@ -125,7 +125,7 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
                 f"rl.sample: settled_share={self.settled_share:g} is a share of turns: above 0 and "
                 "at most 1, or null to ask every item"
             )
-        check_bounds("rl.sample", least=1, items=self.items, minibatches=self.minibatches)
+        check_field_bounds("rl.sample", least=1, items=self.items, minibatches=self.minibatches)
         if self.max_items is not None and self.max_items < self.items:
             raise ConfigError(
                 f"rl.sample.max_items={self.max_items} must be at least rl.sample.items="
@@ -186,7 +186,7 @@ class StepRolloutGroups(msgspec.Struct):
     """Ids of the rollouts that were given up while their group continued, keyed by group number."""
 
 
-class RolloutGroupQueue:
+class RolloutGroupProducer:
     """Runs the rollout groups of one training stage, and passes them to the stage's steps.
 
     Call ``close`` to end all rollouts.
@@ -207,7 +207,7 @@ class RolloutGroupQueue:
     ) -> None:
         """Create the queue for the rollout groups of one training stage.
 
-        Rollouts begin when ``take`` or ``note_new_weights`` is called.
+        Rollouts begin when ``take`` or ``begin_groups_for_weights`` is called.
 
         ``next_item`` is the index of the first item that has not begun. If the run is resumed,
         ``pending`` holds the indices of items that were in progress when it stopped, and these
@@ -248,7 +248,7 @@ class RolloutGroupQueue:
         Raises unexpected errors of rollouts.
         """
         self._set_step(step)
-        with report_progress(
+        with track_progress(
             "rollouts", self._sample.items * self._rollouts.per_item, "attempts"
         ) as work:
             self._work = work
@@ -269,7 +269,7 @@ class RolloutGroupQueue:
             self._work = None
         return self._choose_groups()
 
-    def note_new_weights(self, step: int) -> None:
+    def begin_groups_for_weights(self, step: int) -> None:
         """Start the rollout groups that may begin once the engine has the weights of step ``step``.
 
         These are the weights after ``step`` training steps. Does nothing if ``max_staleness`` is 0.
@@ -599,7 +599,9 @@ def num_groups_to_begin(
     # Without staleness, groups begin in rounds; each round is as large as should be enough.
     if not all(group.is_whole for group in begun):
         return 0
-    return num_more_groups(rules.items, len(begun) - num_zero_variance, len(begun), rules.max_items)
+    return num_replacement_groups(
+        rules.items, len(begun) - num_zero_variance, len(begun), rules.max_items
+    )
 
 
 def has_enough_groups(
@@ -667,7 +669,7 @@ def groups_to_give_up(
     return slow[:num], None
 
 
-def num_more_groups(wanted: int, kept: int, tried: int, max_tried: int) -> int:
+def num_replacement_groups(wanted: int, kept: int, tried: int, max_tried: int) -> int:
     """Return how many more groups to roll out in dynamic sampling (DAPO, 2503.14476).
 
     Of ``tried`` groups, ``kept`` had a training signal, and ``wanted`` are needed. It assumes that

@@ -44,18 +44,18 @@ from ramify.evaluate.attempt import (
     GRACE_S,
     AttemptAwaitingScore,
     attempt,
-    attempt_start_kind,
+    choose_root_kind,
     score_attempts,
 )
 from ramify.inference.base import CachePressure
 from ramify.logging import ComponentLogger
-from ramify.progress import report_progress
+from ramify.progress import track_progress
 from ramify.tasks.base import Item, Task
-from ramify.tasks.batch_scoring import is_scored_by_step
-from ramify.train.branch_sampler import BranchOptions, rollout_fork_arguments
-from ramify.train.config_redaction import check_bounds, check_none_or_positive
+from ramify.tasks.batch_scoring import is_batch_scored
+from ramify.train.branch_sampler import BranchOptions, branch_sampling_arguments
+from ramify.train.config_redaction import check_field_bounds, check_none_or_positive
 from ramify.train.placement.rollout_workers import RolloutWorkers
-from ramify.train.traffic_training import RecordedTrafficTask, is_recorded
+from ramify.train.traffic_training import RecordedTrafficTask, has_recorded_replies
 from ramify.types.event import score_events
 from ramify.types.trajectory import Group, Stop, Trajectory
 
@@ -189,8 +189,10 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ``vine``, ``entropy_branch``); None: no forks."""
 
     def __post_init__(self) -> None:
-        check_bounds("rl.rollout", least=1, group=self.group, concurrency=self.concurrency)
-        check_bounds("rl.rollout", above=0, temperature=self.temperature, grace_s=self.grace_s)
+        check_field_bounds("rl.rollout", least=1, group=self.group, concurrency=self.concurrency)
+        check_field_bounds(
+            "rl.rollout", above=0, temperature=self.temperature, grace_s=self.grace_s
+        )
         check_none_or_positive(
             "rl.rollout", "always concurrency", min_concurrency=self.min_concurrency
         )
@@ -418,7 +420,7 @@ class TaskRolloutRunner:
             rollout_name, task = f"{name}/rollout={number}", self._task
             if (
                 isinstance(task, RecordedTrafficTask)
-                and is_recorded(item)
+                and has_recorded_replies(item)
                 and isinstance(number, int)
             ):
                 run = functools.partial(task.recorded_rollout, item, rollout_name, number)
@@ -435,7 +437,7 @@ class TaskRolloutRunner:
     def is_scored_by_step(self, item: Item) -> bool:
         """Return True if rollouts of ``item`` are scored together with all others of the training
         step."""
-        return is_scored_by_step(self._task, item)
+        return is_batch_scored(self._task, item)
 
     async def score(self, groups: Sequence[RolloutGroupInProgress]) -> None:
         """Score the rollouts of complete groups that have no rewards yet, with a single call of the
@@ -465,7 +467,7 @@ class TaskRolloutRunner:
         # Without plain calls, all items of a task begin alike.
         looked_at = items if options.direct else items[:1]
         checks = (
-            attempt_start_kind(
+            choose_root_kind(
                 self._rlm, self._task, item, direct=options.direct, grace_s=options.grace_s
             )
             for item in looked_at
@@ -497,7 +499,7 @@ class TaskRolloutRunner:
                 await after(group)
             return group
 
-        with report_progress(what, len(items) * self.per_item, "attempts") as work:
+        with track_progress(what, len(items) * self.per_item, "attempts") as work:
             names = (f"step={step}/group={index}" for index in range(len(items)))
             begun = [
                 self.begin(item, name, lambda _: work.advance())
@@ -539,7 +541,7 @@ class TaskRolloutRunner:
             direct=self._options.direct,
             on_start=functools.partial(self._stored.__setitem__, name) if is_late else None,
             is_scored=not is_late,
-            **rollout_fork_arguments(branch, self._rlm.limits),
+            **branch_sampling_arguments(branch, self._rlm.limits),
         )
         rollout = self._unless_cut(rollout)
         if not rollout.awaits_score:

@@ -163,7 +163,7 @@ class JudgeRequestReservation:
                 raise
 
     def is_still_valid(self) -> bool:
-        enough = [each.is_still_valid() for each in self._reservations]
+        enough = [each.confirm_or_release() for each in self._reservations]
         if all(enough):
             return True
         # One ledger is exhausted, so the other ledgers get their reservations back.

@@ -44,7 +44,7 @@ _ERROR = re.compile(
 )
 
 
-def used_tool(call: Call, turn: int) -> bool:
+def is_tool_turn(call: Call, turn: int) -> bool:
     """Return True if the turn used a tool: it ran code cells, made native tool calls, or is
     followed by a tool message."""
     used = call.turns[turn]
@@ -56,7 +56,7 @@ def used_tool(call: Call, turn: int) -> bool:
 
 def num_observations(call: Call) -> int:
     """Return the number of turns of a call that used a tool and observed its result."""
-    return sum(used_tool(call, index) for index in range(len(call.turns)))
+    return sum(is_tool_turn(call, index) for index in range(len(call.turns)))
 
 
 class ToolErrorSignal(
@@ -88,7 +88,7 @@ class ToolErrorSignal(
             return reading
         call = trajectory.root
         for index, step in enumerate(judge_turn_views(call)):
-            if used_tool(call, index):
+            if is_tool_turn(call, index):
                 failed = bool(step.error or _ERROR.search(step.observed))
                 reading.turns[step.place] = self.raised if failed else self.ran
         reading.counts = {
@@ -103,14 +103,14 @@ RIGHT = 1.0
 WORST, PER_CALL, FREE, CAP = -1.0, 0.05, 2, -0.6
 
 
-def tool_shaped_outcome(right: bool, num_calls: int) -> float:
+def tool_count_shaped_reward(right: bool, num_calls: int) -> float:
     """Return a rollout's outcome, adjusted for its number of tool observations (``num_calls``).
 
     A right answer gets 1. A wrong one gets a negative number, which rises by 0.05 with each
     observation up to -0.6.
 
     Example:
-        tool_shaped_outcome(right=False, num_calls=12)    # -0.6
+        tool_count_shaped_reward(right=False, num_calls=12)    # -0.6
     """
     return RIGHT if right else min(CAP, WORST + PER_CALL * (num_calls - FREE))
 
@@ -176,7 +176,7 @@ class OutcomeSignal(
             return reading
         right = score >= self.passed
         num_calls = num_observations(trajectory.root) if self.tools else FREE
-        reading.outcome = score if self.raw else tool_shaped_outcome(right, num_calls)
+        reading.outcome = score if self.raw else tool_count_shaped_reward(right, num_calls)
         reading.counts["accuracy"] = float(right)
         return reading
 

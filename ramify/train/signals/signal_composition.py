@@ -300,7 +300,7 @@ def _num_observed(rollout: RolloutAdvantages) -> int:
     )
 
 
-def abstentions(readings: Mapping[str, SignalScore]) -> dict[str, float]:
+def signal_metrics(readings: Mapping[str, SignalScore]) -> dict[str, float]:
     """Return metrics of one signal: how often it abstained for each reason, and the sums of its
     ``counts``.
 

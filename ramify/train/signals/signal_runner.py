@@ -47,7 +47,7 @@ from ramify.train.signals.judge_calls import (
     JudgeModelAccess,
     attach_signals_to_tree,
 )
-from ramify.train.signals.signal_composition import Hybrid, abstentions
+from ramify.train.signals.signal_composition import Hybrid, signal_metrics
 from ramify.train.signals.teacher_logprobs import TeacherModels
 from ramify.types.trajectory import Group
 
@@ -214,7 +214,7 @@ class SignalRunner:
                 for trajectory in group.trajectories:
                     scores.pop(trajectory.id, None)
 
-    def with_step_scores(self, algorithm: Algorithm) -> Algorithm:
+    def algorithm_with_scores(self, algorithm: Algorithm) -> Algorithm:
         """Return the recipe's hybrid algorithm with the scores of this training step filled in."""
         assert isinstance(algorithm, Hybrid)
         return algorithm.with_readings(self.active_signal_scores, self.context.step)
@@ -247,7 +247,7 @@ class SignalRunner:
         metrics: dict[str, float] = {"signals_wait_s": wait_s}
         for name, all_readings in self.active_signal_scores.items():
             readings = {id: reading for id, reading in all_readings.items() if id in ids}
-            metrics |= {f"{name}/{what}": value for what, value in abstentions(readings).items()}
+            metrics |= {f"{name}/{what}": value for what, value in signal_metrics(readings).items()}
             self._report_without_judge(name, list(readings.values()))
             metrics[f"{name}/s"] = self._seconds[name]
             metrics[f"{name}/read"] = float(

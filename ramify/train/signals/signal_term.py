@@ -18,8 +18,12 @@ import msgspec
 
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import total
-from ramify.train.advantages.credit_assignment import is_scored, sampled_turns
-from ramify.train.advantages.token_arithmetic import Norm, normalise_turns, weight_early_tokens
+from ramify.train.advantages.credit_assignment import has_usable_reward, sampled_turns
+from ramify.train.advantages.token_arithmetic import (
+    Norm,
+    normalise_turn_values,
+    weight_early_tokens,
+)
 from ramify.train.signals.base import SignalScore, TurnId
 from ramify.types.trajectory import Group, Trajectory
 
@@ -148,7 +152,7 @@ class HybridAdvantageTermValues:
             for trajectory in group.trajectories:
                 reading = readings.get(trajectory.id)
                 num += 1
-                if reading is None or not is_scored(trajectory):
+                if reading is None or not has_usable_reward(trajectory):
                     continue
                 num_hinted += bool(reading.notes)
                 if bad := first_non_finite(reading):
@@ -251,7 +255,7 @@ def _normalise_in_group(
         {place: value + term.plus_outcome * reward for place, value in reading.turns.items()}
         for _, reading, reward in scored
     ]
-    return normalise_turns(rows, term.norm)
+    return normalise_turn_values(rows, term.norm)
 
 
 def broadcast_to_tokens(trajectory: Trajectory, numbers: Mapping[TurnId, float]) -> Numbers:

@@ -29,7 +29,7 @@ import msgspec
 
 from ramify.errors import ConfigError, RamifyError, TrainError
 from ramify.logging import ComponentLogger
-from ramify.train.advantages.credit_assignment import is_scored, was_cut_off
+from ramify.train.advantages.credit_assignment import has_usable_reward, was_cut_off
 from ramify.train.config_redaction import check_none_or_positive
 from ramify.train.signals.base import (
     ConversationTokenizer,
@@ -388,7 +388,7 @@ class TeacherSignal(
         if not context.wants_reference or self.source != "reference" or self.top:
             return
         for index, trajectory in enumerate(group.trajectories):
-            if not is_scored(trajectory):
+            if not has_usable_reward(trajectory):
                 continue
             root = trajectory.root
             paths = trajectory.paths(root)

@@ -18,7 +18,7 @@ from ramify.extras.cluster.simulate import SimulationSetting
 from ramify.extras.cluster.simulated_engine import SimulatedEngine
 from ramify.extras.cluster.simulated_rollout import RolloutSimulator
 from ramify.tasks.base import Item
-from ramify.train.rollouts.group_queue import RolloutBatchSpec, RolloutGroupQueue
+from ramify.train.rollouts.group_queue import RolloutBatchSpec, RolloutGroupProducer
 from ramify.train.rollouts.rollouter import RolloutConcurrencyLimiter, RolloutGroupInProgress
 from ramify.types.trajectory import Group, Trajectory
 
@@ -110,7 +110,7 @@ async def check(
     items = [Item("?", "", id=str(number)) for number in range(500)]
     rollouts: Any = _Rollouts()
     zero_variance = lambda group: has_no_signal(int(group.task))  # noqa: E731
-    queue = RolloutGroupQueue(
+    queue = RolloutGroupProducer(
         rollouts, items, sample, NUM_STEPS, next_item=0, has_no_signal=zero_variance
     )
     num, taking = 0, asyncio.create_task(queue.take(0))
@@ -129,7 +129,7 @@ async def check(
             assert [number for number, _ in groups] == which
             num += 1
         else:
-            queue.note_new_weights(which)
+            queue.begin_groups_for_weights(which)
             if which < NUM_STEPS:
                 taking = asyncio.create_task(queue.take(which))
     await queue.close()

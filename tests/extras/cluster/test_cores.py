@@ -14,7 +14,7 @@ from simpy import Environment, Event
 from ramify.extras.cluster.measured_engine_rate import (
     InferenceEngineSpeed,
     StepRolloutCpuTime,
-    step_cpu_times,
+    read_step_cpu_times,
 )
 from ramify.extras.cluster.simulated_engine import SimulatedEngine, SimulatedKvCache
 from ramify.extras.cluster.simulated_rollout import SimulatedCores
@@ -135,8 +135,8 @@ def test_cpu_time_is_measured_and_read_from_the_metrics(tmp_path: Path) -> None:
         EngineStepTotals(sequences=16, reads=False, steps=1, tokens=12, cpu_s=0.25),
     ]
     expected = StepRolloutCpuTime(step=7, cores=2, loop_s=0.5, sessions_s=1.5, engine=engine)
-    assert list(step_cpu_times(tmp_path, list(read_metrics(tmp_path)))) == [expected]
+    assert list(read_step_cpu_times(tmp_path, list(read_metrics(tmp_path)))) == [expected]
     # The format of an earlier version, with a last line that was cut off by a kill.
     earlier = msgspec.structs.replace(expected, step=6)
     (tmp_path / "processors.jsonl").write_bytes(msgspec.json.encode(earlier) + b'\n{"step": 7,')
-    assert list(step_cpu_times(tmp_path, [])) == [earlier]
+    assert list(read_step_cpu_times(tmp_path, [])) == [earlier]

@@ -16,9 +16,9 @@ from ramify.errors import ConfigError
 from ramify.extras.cluster.measured_engine_rate import (
     InferenceEngineSpeed,
     MeasuredRequest,
-    delay_to_free_slots,
     fit,
     measure_engine_rate,
+    queue_for_slots,
     rate_from_steps,
 )
 from ramify.extras.cluster.simulated_engine import SimulatedEngine
@@ -64,8 +64,8 @@ def test_time_waiting_for_a_slot_is_excluded() -> None:
         MeasuredRequest(2, 9, 0, 5),
         MeasuredRequest(3, 8, 0, 2),
     ]
-    assert [each.begun_s for each in delay_to_free_slots(asked, 2)] == [0, 1, 4, 6]
-    assert delay_to_free_slots(asked, None) == asked
+    assert [each.begun_s for each in queue_for_slots(asked, 2)] == [0, 1, 4, 6]
+    assert queue_for_slots(asked, None) == asked
     crowded = fit(served(TRUE, 4, 1600), slots=4)
     assert [crowded.decode_step_s(b) for b in (2, 4)] == pytest.approx(
         [TRUE.decode_step_s(b) for b in (2, 4)], rel=0.15

@@ -24,9 +24,9 @@ from ramify.extras.cluster.simulate import (
     simulate_settings,
     splits,
 )
-from ramify.extras.cluster.simulation_inputs import MeasurementRunSettings, SimulationInputs
+from ramify.extras.cluster.simulation_inputs import MeasuredRunSettings, SimulationInputs
 
-SIZES = MeasurementRunSettings(
+SIZES = MeasuredRunSettings(
     items=1, group=1, concurrency=9, on_wire=9, engines=1, slots=9, ranks=1, staleness=0
 )
 

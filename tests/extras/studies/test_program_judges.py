@@ -68,7 +68,7 @@ def checked_problem(index: int = 0) -> tuple[Item, str, int]:
         )
         if word is not None and not {RIGHT[w] for w, _ in problem.steps} & set(IMPORTED):
             wrong = next(f for f in range(NUM_WORDS) if f != RIGHT[word] and f not in IMPORTED)
-            return item, problem.build_program({**RIGHT, word: wrong}).text, word
+            return item, problem.program_for_meanings({**RIGHT, word: wrong}).text, word
     raise AssertionError
 
 

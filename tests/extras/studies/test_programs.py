@@ -15,7 +15,7 @@ from ramify.errors import ConfigError, SandboxError
 from ramify.evaluate.attempt import attempt
 from ramify.extras.studies.programs.scripted_demonstrator import (
     ProgramDemonstratorSkill,
-    ProgramTaskRule,
+    ToyLanguageRule,
     broken_rules,
     demonstrate,
     hint_text,
@@ -30,9 +30,9 @@ from ramify.extras.studies.programs.toy_program_language import (
     NUM_WORDS,
     PROGRAM_HINT,
     PROGRAM_WORDS,
-    BrokenProgramRule,
     ProgramWritingExercise,
     ToyProgram,
+    ViolatedProgramRule,
     generate_word_functions,
 )
 from ramify.models.chat_renderer import renderer_of
@@ -58,7 +58,9 @@ def some_program(rng: random.Random) -> ToyProgram:
     problem = ProgramWritingExercise(
         rng.randrange(97), tuple((word, rng.randint(1, 9)) for word in words)
     )
-    return problem.build_program(functions, tuple(each for each in IMPORTED if rng.random() < 0.6))
+    return problem.program_for_meanings(
+        functions, tuple(each for each in IMPORTED if rng.random() < 0.6)
+    )
 
 
 def test_programs_and_problems_are_parsed_and_run() -> None:
@@ -78,7 +80,7 @@ def test_programs_and_problems_are_parsed_and_run() -> None:
     wrong = ToyProgram.parse(f"50@w{word}@f{other}@5")
     assert wrong is not None
     broken = KNOWN.run(wrong)
-    assert broken == BrokenProgramRule(word, right)
+    assert broken == ViolatedProgramRule(word, right)
     assert KNOWN.error_message(wrong, broken) == f"TypeError: not @w2@f{other} but @w2@f{right}"
 
 
@@ -178,7 +180,7 @@ def test_rollout_scores_the_same_in_both_sandboxes() -> None:
     problem = ProgramWritingExercise.parse(item.question)
     assert problem is not None
     needed = tuple(sorted({RIGHT[word] for word, _ in problem.steps} & set(IMPORTED)))
-    right = problem.build_program(RIGHT, needed).text
+    right = problem.program_for_meanings(RIGHT, needed).text
     replies = [right + "@", right, f"FINAL({item.gold})"]
 
     async def run(sandbox: SandboxSpec) -> tuple[object, ...]:
@@ -283,14 +285,14 @@ def test_hints_from_errors_and_from_the_library() -> None:
         "ImportError: from ops import f10;",
         "TypeError: not @w9@f20 but @w9@f4",
     ]
-    assert rules_from_errors(seen) == [ProgramTaskRule(9, 4), ProgramTaskRule(None, 10)]
+    assert rules_from_errors(seen) == [ToyLanguageRule(9, 4), ToyLanguageRule(None, 10)]
     assert hint_text(rules_from_errors(seen)) == "use @w9@f4from ops import f10;"
     assert hint_text([]) == ""
     silent = next(word for word in range(NUM_CHECKED, NUM_WORDS) if RIGHT[word] not in IMPORTED)
     problem = ProgramWritingExercise(5, ((silent, 1),))
-    wrong = problem.build_program({silent: (RIGHT[silent] + 1) % 10})
+    wrong = problem.program_for_meanings({silent: (RIGHT[silent] + 1) % 10})
     assert rules_from_errors([str(KNOWN.run(wrong))]) == []  # no error mentions it
     assert broken_rules(problem, ["no program", wrong.text], KNOWN) == [
-        ProgramTaskRule(silent, RIGHT[silent])
+        ToyLanguageRule(silent, RIGHT[silent])
     ]
-    assert broken_rules(problem, [problem.build_program(RIGHT).text], KNOWN) == []
+    assert broken_rules(problem, [problem.program_for_meanings(RIGHT).text], KNOWN) == []

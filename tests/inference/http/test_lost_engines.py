@@ -54,7 +54,7 @@ def test_requests_wait_for_the_only_engine_and_use_the_newest_weights() -> None:
     async def test() -> None:
         async with world(1, restarts=1, return_s=60.0) as made:
             await made.train(1)
-            made.engines.membership.on_return = lambda: _rejoin(made, 1)
+            made.engines.availability.on_return = lambda: _rejoin(made, 1)
             asked = request(3, 40)
             expected = await made.engines.complete(asked)
             made.locals[0].pause()
@@ -105,7 +105,7 @@ def test_weight_update_includes_returned_engines(weight_sync: str) -> None:
                     (VersionSpan(0, 4, 1),)
                 }
                 async with restarted_server(made, 0) as other:
-                    while not made.engines.membership.ready:
+                    while not made.engines.availability.ready:
                         await asyncio.sleep(0.01)
                     await made.train(2)
                     for each in (local, other):
@@ -120,7 +120,7 @@ def test_unnoticed_engine_restart_is_detected_before_sampling() -> None:
     async def test() -> None:
         async with world(1, restarts=1, return_s=60.0) as made:
             await made.train(1)
-            made.engines.membership.on_return = lambda: _rejoin(made, 1)
+            made.engines.availability.on_return = lambda: _rejoin(made, 1)
             expected = await made.engines.complete(request(3, 40))
             await stop(made, 0)
             async with restarted_server(made, 0):
@@ -205,7 +205,7 @@ def test_sampling_client_finds_a_moved_engine_once_it_has_the_newest_weights(
         world = World(trained, [], [], said)
         world.engines = ours
         await ours.start(tmp_path, lambda _: None, launcher)
-        ours.membership.on_return = lambda: _rejoin(world, 1)
+        ours.availability.on_return = lambda: _rejoin(world, 1)
         await world.train(1)
 
         async def tell(url: str) -> None:

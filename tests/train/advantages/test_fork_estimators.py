@@ -23,7 +23,7 @@ from ramify.train.advantages.fork_estimators import (
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.config import RlSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.types.fork_segment import path_trajectory, root_segment
+from ramify.types.fork_segment import first_segment, path_trajectory
 from ramify.types.trajectory import Call, CallForkOrigin, CallSite, Group, Trajectory
 from tests.train.trees import call, cut, tree
 
@@ -38,7 +38,7 @@ def continuation(id: str, of: str, turn: int, *sampled: int) -> Call:
 def forked(*calls: Call, rewards: Mapping[str, float], name: str = "a") -> Trajectory:
     """A rollout with the rewards of its lines, by their last calls."""
     lines = {
-        end.id: share for end, share in root_segment(tree(*((c, None) for c in calls))).path_ends()
+        end.id: share for end, share in first_segment(tree(*((c, None) for c in calls))).path_ends()
     }
     mean = sum(lines[id] * reward for id, reward in rewards.items())
     made = tree(*((each, None) for each in calls), reward=mean)

@@ -12,7 +12,7 @@ from ramify.train.advantages.credit_assignment import (
     subtract_length_penalty,
 )
 from ramify.train.advantages.token_loss_weights import Reduction, Share, weights
-from ramify.train.rollouts.group_queue import num_more_groups
+from ramify.train.rollouts.group_queue import num_replacement_groups
 
 ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]
 
@@ -120,12 +120,12 @@ def test_has_signal_needs_a_nonzero_advantage() -> None:
 
 def test_num_more_groups_to_request() -> None:
     assert [
-        num_more_groups(8, 8, 8, 32),
-        num_more_groups(8, 2, 8, 32),
-        num_more_groups(8, 6, 8, 32),
+        num_replacement_groups(8, 8, 8, 32),
+        num_replacement_groups(8, 2, 8, 32),
+        num_replacement_groups(8, 6, 8, 32),
     ] == [0, 24, 3]
     assert [
-        num_more_groups(8, 0, 8, 32),
-        num_more_groups(8, 1, 30, 32),
-        num_more_groups(8, 0, 32, 32),
+        num_replacement_groups(8, 0, 8, 32),
+        num_replacement_groups(8, 1, 30, 32),
+        num_replacement_groups(8, 0, 32, 32),
     ] == [8, 2, 0]

@@ -77,7 +77,7 @@ def test_training_steps_match_single_process(ranks: FsdpRanks, kind: Any):
     assert len(batches) == 5
     optim = OptimizerSpec(kind=kind, lr=1e-4, weight_decay=0.1, schedule="linear", num_steps=20)
     model = spread(ranks)
-    fsdp, single = model.backend(optim), SingleBackend(policy(), optim, FP32)
+    fsdp, single = model.create_backend(optim), SingleBackend(policy(), optim, FP32)
     check_steps(model, fsdp, single, batches, 8 if kind == "adamw" else 4)
     for (name, ours), (other, theirs) in zip(fsdp.weights(), single.weights(), strict=True):
         assert name == other
@@ -92,7 +92,7 @@ def test_training_steps_from_transformers_checkpoint_match_single_process(
     module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     single = SingleBackend(Policy(module, None, None, GPT2, 0, "gpt2"), OptimizerSpec(), FP32)  # type: ignore[arg-type]
     model = ranks.shard_model(GPT2, checkpoint)
-    fsdp = model.backend(OptimizerSpec())
+    fsdp = model.create_backend(OptimizerSpec())
     assert fsdp.packing.share == single.packing.share
     check_steps(model, fsdp, single, pack(tree(), PackingSpec(max_tokens=100)), 4)
 
@@ -103,7 +103,7 @@ def test_gather_replica_and_recompute_options_do_not_change_results(ranks: FsdpR
     model = spread(ranks, shard(**way))
     check_steps(
         model,
-        model.backend(OptimizerSpec()),
+        model.create_backend(OptimizerSpec()),
         SingleBackend(policy(), OptimizerSpec(), FP32),
         pack(tree(), PackingSpec(max_tokens=60)),
         2,
@@ -121,7 +121,9 @@ def test_sequence_and_step_level_losses_match_single_process(ranks: FsdpRanks, f
         LossSpec(policy=formula),
     )
     model, single = spread(ranks), SingleBackend(policy(), None, FP32)
-    ours, theirs = (each.forward_backward(batches, loss) for each in (model.backend(), single))
+    ours, theirs = (
+        each.forward_backward(batches, loss) for each in (model.create_backend(), single)
+    )
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     check_gradients(model, single)
 
@@ -141,11 +143,11 @@ def test_critic_matches_single_process(ranks: FsdpRanks, kind: str, tmp_path: Pa
 
     def over_ranks() -> Any:
         weights = policy().model.state_dict()
-        critic = ranks.shard_model(CONFIG, weights, critic=True).backend(optim, critic=True)
+        critic = ranks.shard_model(CONFIG, weights, critic=True).create_backend(optim, critic=True)
         return (
             critic
             if kind == "shared"
-            else PolicyWithSeparateCritic(spread(ranks).backend(optim), critic)
+            else PolicyWithSeparateCritic(spread(ranks).create_backend(optim), critic)
         )
 
     if kind == "own":
@@ -168,7 +170,7 @@ def test_critic_matches_single_process(ranks: FsdpRanks, kind: str, tmp_path: Pa
     for here, there in zip(again.values(batches), ours.values(batches), strict=True):
         np.testing.assert_array_equal(here, there)
     with pytest.raises(ConfigError, match="this backend has no critic: create it with one"):
-        spread(ranks).backend().values(batches)
+        spread(ranks).create_backend().values(batches)
 
 
 def test_bf16_loss_is_close_to_fp32(ranks: FsdpRanks):
@@ -177,7 +179,7 @@ def test_bf16_loss_is_close_to_fp32(ranks: FsdpRanks):
     wanted = SingleBackend(policy(), None, FP32).forward_backward(batches, LOSS)["loss"]
     for reduce in ("fp32", "bf16"):
         compute = TrainerComputeSpec(precision="bf16", shard=FsdpSpec(ranks=2, reduce=reduce))  # type: ignore[arg-type]
-        fsdp = spread(ranks, compute).backend()
+        fsdp = spread(ranks, compute).create_backend()
         assert fsdp.forward_backward(batches, LOSS)["loss"] == pytest.approx(wanted, rel=0.02)
         assert fsdp.optim_step()["grad_norm"] > 0
 
@@ -198,7 +200,7 @@ def test_critic_values_in_bf16_are_close_to_fp32(ranks: FsdpRanks):
         compute = TrainerComputeSpec(precision="bf16", shard=FsdpSpec(ranks=2, gather=gather))  # type: ignore[arg-type]
         fsdp = ranks.shard_model(
             CONFIG, policy().model.state_dict(), compute=compute, critic=True
-        ).backend(optim, critic=True)
+        ).create_backend(optim, critic=True)
         backends = (fsdp, single) if single.version == 0 else (fsdp,)
         for _ in range(4):
             measured = [
@@ -213,7 +215,10 @@ def test_critic_values_in_bf16_are_close_to_fp32(ranks: FsdpRanks):
 def test_fewer_batches_than_ranks(ranks: FsdpRanks):
     """One batch on two ranks, and no batch at all."""
     model = spread(ranks)
-    fsdp, single = model.backend(OptimizerSpec()), SingleBackend(policy(), OptimizerSpec(), FP32)
+    fsdp, single = (
+        model.create_backend(OptimizerSpec()),
+        SingleBackend(policy(), OptimizerSpec(), FP32),
+    )
     check_steps(model, fsdp, single, pack(tree(), single.packing), 2)
     assert fsdp.forward_backward([], LOSS) == {"loss": 0}
     assert fsdp.logprobs([]) == []
@@ -223,7 +228,7 @@ def test_fewer_batches_than_ranks(ranks: FsdpRanks):
 def test_logprobs_use_the_current_weights(ranks: FsdpRanks):
     """Weights gathered for one pass are not reused after they have changed."""
     model, rows = spread(ranks), tree()
-    fsdp = model.backend()
+    fsdp = model.create_backend()
     batches = pack(rows, PackingSpec(max_tokens=60))
     for seed in (0, 1):
         other = policy(seed=seed)
@@ -249,7 +254,7 @@ def test_resuming_is_bit_identical(ranks: FsdpRanks, kind: Any, tmp_path: Path):
         return [backend.forward_backward(batches, LOSS) | backend.optim_step() for _ in range(num)]
 
     model = spread(ranks)
-    whole = model.backend(optim)
+    whole = model.create_backend(optim)
     steps(whole, 2)
     wait = whole.save(tmp_path / "state")
     assert wait is not None
@@ -258,7 +263,7 @@ def test_resuming_is_bit_identical(ranks: FsdpRanks, kind: Any, tmp_path: Path):
     again = ranks.shard_model(
         CONFIG, policy(seed=1).model.state_dict(), compute=shard(save_async=False)
     )
-    resumed = again.backend(optim)
+    resumed = again.create_backend(optim)
     resumed.load(tmp_path / "state")
     assert resumed.version == 2
     assert steps(resumed, 2) == went_on
@@ -275,7 +280,7 @@ def test_resuming_is_bit_identical(ranks: FsdpRanks, kind: Any, tmp_path: Path):
 def test_loading_mismatched_checkpoint_is_rejected(
     ranks: FsdpRanks, checkpoint: Path, tmp_path: Path
 ):
-    fsdp = spread(ranks, shard(save_async=False)).backend()
+    fsdp = spread(ranks, shard(save_async=False)).create_backend()
     fsdp.save(tmp_path)
     wider = copy.deepcopy(CONFIG)
     wider.intermediate_size = 64
@@ -284,9 +289,9 @@ def test_loading_mismatched_checkpoint_is_rejected(
         ConfigError,
         match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there, but \(32, 64\)",
     ):
-        other.backend().load(tmp_path)
+        other.create_backend().load(tmp_path)
     with pytest.raises(ConfigError, match=r"saved with optim\.kind=adamw, but this run has muon"):
-        spread(ranks).backend(OptimizerSpec(kind="muon")).load(tmp_path)
+        spread(ranks).create_backend(OptimizerSpec(kind="muon")).load(tmp_path)
     with pytest.raises(
         ConfigError, match=r"nowhere holds no sharded training state: trainer\.pt is missing"
     ):
@@ -322,7 +327,7 @@ def test_lora_training_matches_single_process(ranks: FsdpRanks, tmp_path: Path):
     """Same steps as with ``train/backends/lora.py``; the base model is left unchanged."""
     lora = AdapterSpec(rank=2, alpha=6.0, targets=("q_proj", "down_proj"), seed=3)
     model = ranks.shard_model(CONFIG, policy().model.state_dict(), lora)
-    fsdp = model.backend(OptimizerSpec(lr=0.01))
+    fsdp = model.create_backend(OptimizerSpec(lr=0.01))
     adapted = policy()
     assert attach(adapted.model, 2, 6.0, ("q_proj", "down_proj"), 3) == sum(
         each.numel() for _, each in model.adapters()
@@ -365,7 +370,7 @@ def test_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
     first, second = (
         ranks.shard_model(
             CONFIG, policy().model.state_dict(), lora, shard(save_async=False)
-        ).backend()
+        ).create_backend()
         for _ in range(2)
     )
     first.forward_backward(batches, LOSS)
@@ -376,7 +381,7 @@ def test_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"'model.embed_tokens.weight' is None there, but \(61, 32\) in this run"
     ):
-        spread(ranks).backend().load(tmp_path)
+        spread(ranks).create_backend().load(tmp_path)
     with pytest.raises(
         ConfigError,
         match=r"lora.targets=\('qproj',\): no linear module has that name: choose from down_proj",
@@ -389,7 +394,7 @@ def test_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
 def test_non_finite_loss_fails_the_step_on_all_ranks_and_training_can_continue(ranks: FsdpRanks):
     rows = tree()
     rows[4].sampler_logprobs[:] = np.nan
-    fsdp = spread(ranks).backend()
+    fsdp = spread(ranks).create_backend()
     with pytest.raises(
         TrainError,
         match="step 1 is not finite at 7 entries, the first being token 23 of sequence sib",
@@ -409,7 +414,7 @@ def test_killed_rank_is_named_and_training_resumes_with_fewer_ranks(
     """One rank loads the checkpoint of two ranks and makes the same steps as two would have."""
     optim = OptimizerSpec(lr=0.01)
     batches = pack(tree(), PackingSpec(max_tokens=60))
-    fsdp = spread(ranks, shard(save_async=False)).backend(optim)
+    fsdp = spread(ranks, shard(save_async=False)).create_backend(optim)
     fsdp.forward_backward(batches, LOSS)
     fsdp.optim_step()
     fsdp.save(tmp_path)
@@ -429,7 +434,7 @@ def test_killed_rank_is_named_and_training_resumes_with_fewer_ranks(
         TrainerComputeSpec(precision="fp32", shard=FsdpSpec(ranks=1, save_async=False))
     )
     try:
-        resumed = alone.shard_model(CONFIG, policy(seed=1).model.state_dict()).backend(optim)
+        resumed = alone.shard_model(CONFIG, policy(seed=1).model.state_dict()).create_backend(optim)
         resumed.load(tmp_path)
         found = [resumed.forward_backward(batches, LOSS)["loss"], resumed.optim_step()["grad_norm"]]
         found.append(resumed.forward_backward(batches, LOSS)["loss"])
@@ -456,7 +461,7 @@ def test_stalled_rank_is_named_with_its_stack(tmp_path: Path):
         dumps=tmp_path,
     )
     try:
-        fsdp = spread(ranks).backend()
+        fsdp = spread(ranks).create_backend()
         loss = LossSpec(policy=Sleeper())  # type: ignore[arg-type]
         with pytest.raises(TrainError) as caught:
             fsdp.forward_backward(pack(tree(), PackingSpec(max_tokens=60)), loss)

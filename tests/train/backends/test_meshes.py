@@ -77,7 +77,7 @@ def test_training_steps_match_single_process(
     model = ranks.shard_model(
         config, dict(policy(config).model.state_dict()), compute=compute(**shard)
     )
-    ours = model.backend(OPTIM)
+    ours = model.create_backend(OPTIM)
     single = SingleBackend(policy(config), OPTIM, TrainerComputeSpec(precision="fp32"))
     batches = pack(tree(), PackingSpec(max_tokens=60, share=share))
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_adapters_are_sharded_like_their_layers(ranks: FsdpRanks):
     lora = AdapterSpec(rank=2, alpha=4.0)
     weights = {name: each.clone() for name, each in policy().model.state_dict().items()}
     model = ranks.shard_model(CONFIG, weights, lora, compute(tensor=2))
-    ours = model.backend(OPTIM)
+    ours = model.create_backend(OPTIM)
     theirs = policy()
     attach(theirs.model, lora.rank, lora.alpha, lora.targets, lora.seed)
     single = SingleBackend(theirs, OPTIM, TrainerComputeSpec(precision="fp32"))
@@ -135,7 +135,7 @@ def test_checkpoint_resumes_on_another_mesh(ranks: FsdpRanks, tmp_path: Path):
 
     def backend_on(**shard: Any) -> Any:
         weights = dict(policy(MOE).model.state_dict())
-        return ranks.shard_model(MOE, weights, compute=compute(**shard)).backend(OPTIM)
+        return ranks.shard_model(MOE, weights, compute=compute(**shard)).create_backend(OPTIM)
 
     first = backend_on(tensor=2)
     first.forward_backward(batches, LOSS)
@@ -256,6 +256,6 @@ def test_mesh_that_does_not_match_its_ranks_is_rejected(fields: Any, message: st
 
 def test_mesh_place_of_a_rank():
     sizes = DeviceMeshSizes.from_rank_count(8, replicas=2, tensor=2, experts=4)
-    assert (sizes.shard, sizes.expert_shard, sizes.num_batches) == (2, 1, 4)
+    assert (sizes.shard, sizes.num_expert_shards, sizes.num_batches) == (2, 1, 4)
     assert sizes.rank_coordinates(6) == "replicate 1, shard 1, tensor 0, experts 2"
     assert DeviceMeshSizes.from_rank_count(2, 1, 1, 1).rank_coordinates(1) == "shard 1"

@@ -33,7 +33,7 @@ from ramify.train.engine_consistency_checks import (
 )
 from ramify.train.execute import train
 from ramify.train.load_run_parts import PreparedTrainingRun
-from ramify.train.numeric_precision import RunNumericPrecision, precision_of
+from ramify.train.numeric_precision import RunNumericPrecision, choose_precisions
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
@@ -62,7 +62,7 @@ def test_auto_precision_follows_the_policy_dtype(
 def chosen_precisions(
     dtype: Any, products: Any, stored: str, device: str, **more: Any
 ) -> tuple[str, str]:
-    return tuple(precision_of(run_with_precision(products, dtype), stored, device, **more))  # type: ignore[return-value]
+    return tuple(choose_precisions(run_with_precision(products, dtype), stored, device, **more))  # type: ignore[return-value]
 
 
 def test_engine_dtype_and_trainer_precision_are_chosen_together() -> None:
@@ -108,7 +108,7 @@ def test_canary_tolerance_follows_from_dtype_and_precision() -> None:
 def test_incompatible_precisions_are_rejected() -> None:
     mixed = msgspec.structs.replace(run_with_precision("bf16", "float32"), deterministic=True)
     with pytest.raises(ConfigError, match=r"^deterministic=true needs one precision.*only one"):
-        precision_of(mixed, "float32", "cpu")
+        choose_precisions(mixed, "float32", "cpu")
     with pytest.raises(ConfigError, match=r"^policy\.dtype=auto and compute\.precision=bf16: this"):
         chosen_precisions("auto", "bf16", "bfloat16", "cuda", has_bf16=False)
     near = msgspec.structs.replace(
@@ -118,7 +118,7 @@ def test_incompatible_precisions_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"^inference\.tolerance=0\.001 is below the rounding error"
     ):
-        precision_of(near, "float32", "cpu")
+        choose_precisions(near, "float32", "cpu")
 
 
 ASKING = re.compile(

@@ -14,7 +14,7 @@ from ramify.train.advantages.sft import SFT
 from ramify.train.config import PolicySpec, Run, SftSpec
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.load_run_parts import PreparedTrainingRun
-from ramify.train.policy_dependent_defaults import scratch_model_config, suggested_vocabulary_size
+from ramify.train.policy_dependent_defaults import scratch_model_config, vocabulary_size_for_chars
 from ramify.train.sft_training_data import message_demonstrations, num_demo_items
 from ramify.types.trajectory import Trajectory
 from tests.train.small import assemble, small
@@ -170,7 +170,7 @@ def test_demonstrations_that_all_fail_the_filter_are_rejected(
 
 
 def test_vocabulary_and_model_size_grow_with_the_demonstrations() -> None:
-    sizes = [suggested_vocabulary_size(10**power) for power in (3, 6, 8, 12)]
+    sizes = [vocabulary_size_for_chars(10**power) for power in (3, 6, 8, 12)]
     assert sizes == [512, 512, 8192, 32_768]
     shapes = [scratch_model_config(tokens, 1000) for tokens in (10**4, 10**7, 10**8)]
     assert [(each["hidden_size"], each["num_hidden_layers"]) for each in shapes] == [

@@ -33,7 +33,7 @@ from ramify.train.placement.placement_spec import (
     RewardServiceSpec,
     RoleSpec,
 )
-from ramify.train.placement.reward_services import RewardServices
+from ramify.train.placement.reward_services import RewardServiceManager
 from ramify.train.placement_plan import with_placement_kind
 from tests.shown import heard, train
 from tests.train.backends.test_ranks import check_measured, tuned
@@ -105,7 +105,7 @@ def run_service_on_lost_nodes(cluster: Any, second: Any, folder: str) -> None:
     messages: list[str] = []
 
     async def go() -> None:
-        services = RewardServices(hosts, {"judge": judge}, Path(folder), restarts=1)
+        services = RewardServiceManager(hosts, {"judge": judge}, Path(folder), restarts=1)
         await services.start()
         url = os.environ["RAMIFY_TEST_JUDGE"]
         before = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read())

@@ -25,7 +25,7 @@ from ramify.train.placement.placement_spec import (
     RewardServiceSpec,
     RoleSpec,
 )
-from ramify.train.placement.reward_services import RewardServices
+from ramify.train.placement.reward_services import RewardServiceManager
 from ramify.train.placement_plan import check_weight_sync_reach, plan_placement
 from tests.shown import heard
 from tests.train.small import small
@@ -68,7 +68,7 @@ def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) 
     (tmp_path / "verdict").write_text("right")
 
     async def ask() -> str:
-        services = RewardServices(LocalLauncher(), {"judge": judge}, tmp_path)
+        services = RewardServiceManager(LocalLauncher(), {"judge": judge}, tmp_path)
         await services.start()
         address = os.environ["RAMIFY_TEST_JUDGE"]
         try:
@@ -88,7 +88,7 @@ def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) 
         ConfigError,
         match=r"service 'judge' \(process \d+ on .*\) did not accept connections: it ended with status 7; its log ends: .*no model",
     ):
-        asyncio.run(RewardServices(LocalLauncher(), {"judge": broken}, tmp_path).start())
+        asyncio.run(RewardServiceManager(LocalLauncher(), {"judge": broken}, tmp_path).start())
 
     spec = PlacementSpec(
         pools={"main": NodePoolSpec(gpus=1, cpus=4)},
@@ -159,7 +159,7 @@ def test_service_that_exits_is_restarted_and_keeps_its_address(
             return ""
 
     async def ask() -> None:
-        services = RewardServices(hosts(), {"judge": service}, tmp_path, restarts=1)
+        services = RewardServiceManager(hosts(), {"judge": service}, tmp_path, restarts=1)
         await services.start()
         try:
             first = await asyncio.to_thread(fetched)

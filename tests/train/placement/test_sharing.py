@@ -13,7 +13,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import FsdpSpec, TrainerComputeSpec
 from ramify.train.config import Run
 from ramify.train.placement.placement_spec import NodePoolSpec, PlacementSpec, RoleSpec
-from ramify.train.placement_plan import colocation_reason, with_sleep_mode
+from ramify.train.placement_plan import colocation_reason, resolve_sleep_mode
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from tests.extras.cluster.test_memory import half
 from tests.train.small import small
@@ -79,7 +79,7 @@ def test_engines_that_share_a_gpu_with_the_trainer_sleep(
         (why in colocation_reason(run, "cuda")) if why else (colocation_reason(run, "cuda") == "")
     )
     assert colocation_reason(run, "cpu") == ""
-    found = with_sleep_mode(run, "cuda")
+    found = resolve_sleep_mode(run, "cuda")
     assert (found.sleep if found is not None else "never") == ("learn" if why else "never")
 
 
@@ -95,13 +95,13 @@ def test_engines_cannot_sleep_while_rollouts_run_ahead() -> None:
     with pytest.raises(
         ConfigError, match=pattern.format(r"trainer and engines share the GPU 0 \(inference.gpus\)")
     ):
-        with_sleep_mode(run_ahead(gpus=("0",)), "cuda")
+        resolve_sleep_mode(run_ahead(gpus=("0",)), "cuda")
     with pytest.raises(ConfigError, match=pattern.format("inference.sleep=learn")):
-        with_sleep_mode(run_ahead(sleep="learn"), "cpu")
-    assert with_sleep_mode(run_ahead(sleep="never", gpus=("0",)), "cuda") == InferenceSpec(
+        resolve_sleep_mode(run_ahead(sleep="learn"), "cpu")
+    assert resolve_sleep_mode(run_ahead(sleep="never", gpus=("0",)), "cuda") == InferenceSpec(
         sleep="never", gpus=("0",)
     )
-    found = with_sleep_mode(run_ahead(), "cpu")
+    found = resolve_sleep_mode(run_ahead(), "cpu")
     assert found is not None
     assert found.sleep == "never"
 

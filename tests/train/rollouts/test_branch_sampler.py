@@ -14,7 +14,7 @@ from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import DatasetTask, Item, RolloutInitialState, TrajectoryRewardFunction
-from ramify.train.branch_sampler import BranchOptions, rollout_fork_arguments
+from ramify.train.branch_sampler import BranchOptions, branch_sampling_arguments
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import CallForkOrigin, Trajectory
@@ -53,7 +53,7 @@ def rolled(options: BranchOptions, model: Any = None, task: DatasetTask = TASK) 
     async def main() -> Trajectory:
         async with RLM(model or counting(), limits=LIMITS, sandbox=JAIL, scaffold=SCAFFOLD) as rlm:
             return await attempt(
-                rlm, task, ITEM, name="a", **rollout_fork_arguments(options, LIMITS)
+                rlm, task, ITEM, name="a", **branch_sampling_arguments(options, LIMITS)
             )
 
     return asyncio.run(main())

@@ -16,7 +16,11 @@ from ramify.progress import ProgressState, subscribe
 from ramify.tasks.base import DatasetTask, Item, TrajectoryRewardFunction
 from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.train.metrics import group_record
-from ramify.train.rollouts.group_queue import RolloutBatchSpec, RolloutGroupQueue, StepRolloutGroups
+from ramify.train.rollouts.group_queue import (
+    RolloutBatchSpec,
+    RolloutGroupProducer,
+    StepRolloutGroups,
+)
 from ramify.train.rollouts.rollouter import RolloutOptions, TaskRolloutRunner
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Trajectory
@@ -54,7 +58,7 @@ def scored(item: Item, trajectory: Trajectory) -> float:
 
 def run_queue_test(
     gates: Gates,
-    test: Callable[[RolloutGroupQueue], Coroutine[Any, Any, None]],
+    test: Callable[[RolloutGroupProducer], Coroutine[Any, Any, None]],
     num_steps: int = 9,
     *,
     group: int = 1,
@@ -72,7 +76,7 @@ def run_queue_test(
             rollouts = TaskRolloutRunner(
                 rlm, task, RolloutOptions(group=group, concurrency=concurrency, grace_s=5), seed=1
             )
-            made = RolloutGroupQueue(
+            made = RolloutGroupProducer(
                 rollouts,
                 ITEMS,
                 RolloutBatchSpec(**sample),
@@ -106,17 +110,19 @@ def numbers(taken: StepRolloutGroups) -> list[int]:
 def test_step_takes_complete_groups_and_next_step_waits_for_those_too_stale() -> None:
     gates = Gates(2, 3)
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         assert numbers(await queue.take(0)) == [2, 3]
         assert (sorted(gates.asked), queue.resume_position()) == ([0, 1, 2, 3], (4, [0, 1]))
-        queue.note_new_weights(1)
+        queue.begin_groups_for_weights(1)
         assert queue.resume_position() == (6, [0, 1, 4, 5])
         gates.open(4, 5)
         taking = asyncio.create_task(queue.take(1))
         await check_blocked(taking)
         gates.open(0, 1)
         assert numbers(await taking) == [0, 1]
-        queue.note_new_weights(2)  # the last step: no group is started that no step would take
+        queue.begin_groups_for_weights(
+            2
+        )  # the last step: no group is started that no step would take
         assert queue.resume_position() == (6, [4, 5])
         assert numbers(await queue.take(2)) == [4, 5]
         assert queue.resume_position() == (6, [])
@@ -127,9 +133,9 @@ def test_step_takes_complete_groups_and_next_step_waits_for_those_too_stale() ->
 def test_slow_group_may_be_late_by_at_most_grace_steps() -> None:
     gates = Gates(*range(1, 20))
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         assert [numbers(await queue.take(step)) for step in range(3)] == [[1], [2], [3]]
-        queue.note_new_weights(3)
+        queue.begin_groups_for_weights(3)
         taking = asyncio.create_task(queue.take(3))
         await check_blocked(taking)
         gates.open(0)
@@ -143,15 +149,15 @@ def test_step_leaves_later_steps_no_more_groups_than_they_can_take() -> None:
     step 1 must take one of them."""
     gates = Gates(2, 3)
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         assert numbers(await queue.take(0)) == [2]
-        queue.note_new_weights(1)
+        queue.begin_groups_for_weights(1)
         taking = asyncio.create_task(queue.take(1))
         await wait_until(lambda: 3 in gates.asked)
         await check_blocked(taking)
         gates.open(1)
         assert numbers(await taking) == [1]
-        queue.note_new_weights(2)
+        queue.begin_groups_for_weights(2)
         gates.open(0)
         assert numbers(await queue.take(2)) == [0]
         assert numbers(await queue.take(3)) == [3]
@@ -162,11 +168,11 @@ def test_step_leaves_later_steps_no_more_groups_than_they_can_take() -> None:
 def test_without_staleness_groups_start_only_at_their_step() -> None:
     gates = Gates(*range(9))
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         for step in range(3):
             taken = await queue.take(step)
             assert numbers(taken) == [2 * step, 2 * step + 1]
-            queue.note_new_weights(step + 1)
+            queue.begin_groups_for_weights(step + 1)
             assert queue.resume_position() == (2 * step + 2, [])
             assert [t.id for _, group in taken.groups for t in group.trajectories] == [
                 f"step={step}/group={index}/rollout={number}"
@@ -182,7 +188,7 @@ def test_rollout_names_do_not_depend_on_when_a_group_started() -> None:
     for first in ([0, 1], [3, 2]):
         gates = Gates(*first)
 
-        async def test(queue: RolloutGroupQueue, gates: Gates = gates) -> None:
+        async def test(queue: RolloutGroupProducer, gates: Gates = gates) -> None:
             taken = [await queue.take(0)]
             gates.open(*range(9))
             taken.append(await queue.take(1))
@@ -204,7 +210,7 @@ def test_rollout_names_do_not_depend_on_when_a_group_started() -> None:
 def test_resumed_queue_starts_with_pending_groups() -> None:
     gates = Gates(3, 5)
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         assert queue.resume_position() == (7, [3, 5])
         assert numbers(await queue.take(0)) == [3, 5]
         gates.open(7, 8)
@@ -224,7 +230,7 @@ def test_groups_without_signal_are_replaced_by_others(max_staleness: int) -> Non
     def has_no_signal(group: Group) -> bool:
         return int(group.task.split("/")[1]) % 2 == 0 or int(group.task.split("/")[1]) > 6
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         first = await queue.take(0)
         assert numbers(first) == [1, 3]
         second = await queue.take(1)
@@ -258,7 +264,7 @@ def test_straggler_is_given_up_and_its_group_is_used_without_it(
     never = asyncio.Event()
     gates.held = {(1, 2): never}
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         taken = [await queue.take(step) for step in range(2 if max_staleness else 1)]
         (group,) = [group for each in taken for number, group in each.groups if number == 1]
         assert [(len(each.rewards), each.errors) for each in group.trajectories] == [
@@ -294,7 +300,7 @@ def test_step_progress_counts_only_rollouts_the_step_needs() -> None:
     gates.held = {(number, 3): last[number] for number in range(4)}
     seen: list[ProgressState] = []
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         with subscribe(seen.append):
             taking = asyncio.create_task(queue.take(0))
             await wait_until(
@@ -315,7 +321,7 @@ def test_step_progress_counts_only_rollouts_the_step_needs() -> None:
 def test_slow_rollout_not_needed_by_the_step_keeps_running() -> None:
     gates = Gates(1, 2, 3, 4, 5)
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         taken = await queue.take(0)
         assert (0 in numbers(taken), taken.notes) == (False, [])
         gates.open(0)
@@ -329,7 +335,7 @@ def test_slow_rollout_not_needed_by_the_step_keeps_running() -> None:
 def test_paused_queue_starts_nothing_and_open_groups_continue() -> None:
     gates = Gates()
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         taking = asyncio.create_task(queue.take(0))
         await wait_until(lambda: sorted(gates.asked) == [0, 1])  # two at once
         with queue.paused():
@@ -346,7 +352,7 @@ def test_unexpected_exception_is_raised_by_the_next_take() -> None:
     async def read(group: Group) -> None:
         raise ZeroDivisionError(group.task)
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         with pytest.raises(ZeroDivisionError, match="t/1"):
             await queue.take(0)
 
@@ -359,7 +365,7 @@ def test_group_without_failed_rollouts_is_learnt_and_group_without_any_is_lost()
             raise OSError("the grader is down")
         return 1.0
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         taken = await queue.take(0)
         found = [
             group_record(number, group, {"item=0/rollout=0"}) for number, group in taken.groups

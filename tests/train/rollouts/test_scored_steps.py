@@ -19,7 +19,11 @@ from ramify.train.backends.base import OptimizerSpec
 from ramify.train.branch_sampler import BranchOptions
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import GROUPS, read_metrics
-from ramify.train.rollouts.group_queue import RolloutBatchSpec, RolloutGroupQueue, StepRolloutGroups
+from ramify.train.rollouts.group_queue import (
+    RolloutBatchSpec,
+    RolloutGroupProducer,
+    StepRolloutGroups,
+)
 from ramify.train.rollouts.rollouter import RolloutOptions, TaskRolloutRunner
 from ramify.train.run_record import read_group_records
 from ramify.types.trajectory import Group, RolloutGroupOutcome, Trajectory
@@ -171,14 +175,14 @@ def test_stored_runs_have_their_scores(tmp_path: Path) -> None:
 def run_queue(
     reward: Reward,
     client: Any,
-    test: Callable[[RolloutGroupQueue], Coroutine[Any, Any, None]],
+    test: Callable[[RolloutGroupProducer], Coroutine[Any, Any, None]],
     *,
     has_no_signal: Callable[[Group], bool] = lambda group: False,
     concurrency: int = 64,
     **sample: Any,
 ) -> None:
     async def within(rollouts: TaskRolloutRunner) -> None:
-        queue = RolloutGroupQueue(
+        queue = RolloutGroupProducer(
             rollouts,
             ITEMS,
             RolloutBatchSpec(**sample),
@@ -197,10 +201,10 @@ def run_queue(
 def test_synchronous_step_is_one_call() -> None:
     reward = Reward()
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         for step in range(2):
             assert len((await queue.take(step)).groups) == 3
-            queue.note_new_weights(step + 1)
+            queue.begin_groups_for_weights(step + 1)
 
     client = ScriptedClient(at_once(2, lambda _: "FINAL(1)"), ids=ScriptedByteTokenizer())
     run_queue(reward, client, test, items=3, concurrency=2)
@@ -213,9 +217,9 @@ def test_step_of_rollouts_that_run_ahead_scores_the_groups_that_it_takes() -> No
     gates = Gates(0, 1, 2, 3)
     reward = Reward()
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         taken: list[StepRolloutGroups] = [await queue.take(0)]
-        queue.note_new_weights(1)
+        queue.begin_groups_for_weights(1)
         assert reward.sizes == [4]
         taken.append(await queue.take(1))
         assert reward.sizes == [4, 4]
@@ -232,7 +236,7 @@ def test_rollout_that_was_given_up_is_not_in_the_call() -> None:
     gates.held = {(1, 2): asyncio.Event()}
     reward = Reward()
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         taken = await queue.take(0)
         assert [len(group.trajectories) for _, group in taken.groups] == [2, 1]
         assert all(run.rewards for _, group in taken.groups for run in group.trajectories)
@@ -248,7 +252,7 @@ def test_step_that_is_cancelled_scores_nothing() -> None:
     gates.held = {(1, 2): asyncio.Event()}
     reward = Reward()
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         taking = asyncio.create_task(queue.take(0))
         while sum(each.rolling.num_ended for each in queue.open_groups) < 3:
             await asyncio.sleep(0.001)
@@ -269,7 +273,7 @@ def test_groups_without_signal_are_replaced_and_the_others_scored_once(staleness
         assert all(each.rewards for each in group.trajectories)
         return group.task in ("t/0", "t/1")
 
-    async def test(queue: RolloutGroupQueue) -> None:
+    async def test(queue: RolloutGroupProducer) -> None:
         taken = await queue.take(0)
         assert numbers(taken) == [2, 3]
         assert [each.item for each in taken.given_up] == ["t/0", "t/1"]

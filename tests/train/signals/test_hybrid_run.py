@@ -35,7 +35,7 @@ from ramify.train.execute import train
 from ramify.train.learner import PolicyWeightTransfer
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import read_metrics
-from ramify.train.preflight import check_teacher_truncation
+from ramify.train.preflight import check_teacher_top_p
 from ramify.train.recipe import load_stored_run
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
@@ -49,7 +49,7 @@ from ramify.train.signals.teacher_logprobs import LocalTokenScorer
 from ramify.train.start_rollout_resources import RolloutResources, client_of
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.training_and_evaluation_pages import rollout_files, saved_rollouts
-from ramify.viewer.transcript import tokens, transcript
+from ramify.viewer.transcript import call_transcript, tokens
 from ramify.viewer.watched_run import WatchedRun
 from tests.train.small import assemble, small, weights_of
 
@@ -108,12 +108,12 @@ def test_teacher_is_rejected_with_truncated_sampling(cut: Any, tmp_path: Path) -
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     others = {name: each for name, each in run.rl.signals.items() if name != "teacher"}
-    check_teacher_truncation(
+    check_teacher_top_p(
         msgspec.structs.replace(
             run, rl=msgspec.structs.replace(run.rl, signals=others, algorithm=Hybrid())
         )
     )
-    check_teacher_truncation(hybrid(tmp_path, rollout=RolloutOptions(group=3, top_p=1.0)))
+    check_teacher_top_p(hybrid(tmp_path, rollout=RolloutOptions(group=3, top_p=1.0)))
 
 
 def test_judge_without_any_valid_verdict_is_reported(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def check_viewer_shows_scores(out: Path) -> None:
     for key in keys:
         run = WatchedRun(library.find(key))
         run.refresh()
-        turns = transcript(run, "0")["turns"]
+        turns = call_transcript(run, "0")["turns"]
         marks = {mark["by"]: mark for mark in turns[0]["marks"]}
         assert marks["process"]["values"] == {"process": 1.0}
         assert marks["rule"]["values"]
@@ -194,7 +194,7 @@ def check_viewer_shows_scores(out: Path) -> None:
             token_view["sampled"]
         )
         assert ("teacher" in token_view["scores"]) == ("teacher" in marks)
-        assert transcript(run, "0.0")["kind"] == "judge"
+        assert call_transcript(run, "0.0")["kind"] == "judge"
     assert 0 < len(hints) < 6
     assert {*hints} == {"say even things, and few of them"}
 

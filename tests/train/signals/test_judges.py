@@ -16,7 +16,7 @@ from ramify.extras.studies.hindsight_hints import (
     FeedbackHints,
     HindsightHints,
     HintAcceptanceRules,
-    SolutionHints,
+    SolutionHintSource,
     leaks_answer,
 )
 from ramify.store.folder_store import Store
@@ -234,7 +234,7 @@ def test_demonstrations_and_error_feedback_can_replace_hints() -> None:
             Group("t/0", [solved, failed]), SignalContext(step=0, items={"t/0": ITEM})
         )  # type: ignore[no-any-return]
 
-    siblings = asyncio.run(found(SolutionHints()))
+    siblings = asyncio.run(found(SolutionHintSource()))
     assert siblings[0].reading.abstained == "solved"
     assert siblings[1].at == {("0", 0): ["A solution of this task, by somebody else:\nf7(5)"]}
     feedback = asyncio.run(found(FeedbackHints()))

@@ -13,7 +13,7 @@ from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.advantages.token_arithmetic import normalise_by_step
 from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.losses import PpoClip
-from ramify.train.losses.distil_losses import forward_kl, reverse_kl, surrogate
+from ramify.train.losses.distil_losses import clipped_ppo_surrogate, forward_kl, reverse_kl
 from ramify.train.losses.total_loss import (
     BatchLossInputs,
     LossSpec,
@@ -22,7 +22,7 @@ from ramify.train.losses.total_loss import (
     loss_per_entry,
 )
 from ramify.train.signals.base import SignalScore
-from ramify.train.signals.outcome import OutcomeSignal, tool_shaped_outcome
+from ramify.train.signals.outcome import OutcomeSignal, tool_count_shaped_reward
 from ramify.train.signals.signal_composition import Hybrid
 from ramify.train.signals.signal_term import HybridTerm
 from ramify.types.message import Message, ToolCall
@@ -46,8 +46,8 @@ def tool_rollout(id: str, right: bool, num_tools: int) -> Trajectory:
 
 def test_e1_outcome_shaping_and_group_baselines() -> None:
     assert [
-        tool_shaped_outcome(True, 9),
-        *(tool_shaped_outcome(False, k) for k in (0, 2, 4, 12)),
+        tool_count_shaped_reward(True, 9),
+        *(tool_count_shaped_reward(False, k) for k in (0, 2, 4, 12)),
     ] == pytest.approx([1, -1.1, -1, -0.9, -0.6])
     one = Group(
         "t/0", [tool_rollout("a", True, 3), *(tool_rollout(f"{k}", False, k) for k in (0, 4, 12))]
@@ -150,7 +150,9 @@ def test_e4_kl_over_whole_distributions() -> None:
     s, t = (torch.tensor(np.log([p])) for p in ([0.6, 0.3, 0.1], [0.2, 0.7, 0.1]))
     assert float(reverse_kl(t, s)) == pytest.approx(0.404978, abs=1e-6)
     assert float(forward_kl(t, s)) == pytest.approx(0.373386, abs=1e-6)
-    assert float(surrogate(t[:, :2], s[:, :2], s[:, :2])) == pytest.approx(0.384234, abs=1e-6)
+    assert float(clipped_ppo_surrogate(t[:, :2], s[:, :2], s[:, :2])) == pytest.approx(
+        0.384234, abs=1e-6
+    )
     # The first two and a bin for the third: the same here, and more than on the two alone.
     assert float(reverse_kl(t[:, :2], s[:, :2])) == pytest.approx(0.404978, abs=1e-6)
     assert 1 - math.comb(13, 8) / math.comb(16, 8) == pytest.approx(0.9)
@@ -171,7 +173,7 @@ def test_surrogate_is_clipped_on_both_sides_and_only_now_has_a_gradient() -> Non
     old = torch.log(torch.tensor([[0.5, 0.5]], dtype=torch.float64)).requires_grad_()
     now = torch.log(torch.tensor([[0.9, 0.2]], dtype=torch.float64)).requires_grad_()
     t = torch.log(torch.tensor([[0.9, 0.001]], dtype=torch.float64))
-    value = surrogate(t, old, now, clip=2.0)
+    value = clipped_ppo_surrogate(t, old, now, clip=2.0)
     up, down = math.log(0.9 / 0.5) / 2, -2.0 / 2
     assert float(value.detach()) == pytest.approx(-up * 1.28 + -down * 0.8)
     value.sum().backward()

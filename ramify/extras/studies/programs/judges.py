@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ramify.extras.studies.programs.scripted_demonstrator import (
-    ProgramTaskRule,
+    ToyLanguageRule,
     broken_rules,
     hint_text,
     rules_from_errors,
@@ -162,6 +162,6 @@ def _about_another(item: Item, hint: str, rng: random.Random) -> str:
     secret = generate_word_functions(item.metadata["secret"])
     num = max(1, hint.count("@w"))
     return hint_text(
-        ProgramTaskRule(word, secret.right[word])
+        ToyLanguageRule(word, secret.right[word])
         for word in rng.sample(words, min(num, len(words)))
     )

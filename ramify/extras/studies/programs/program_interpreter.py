@@ -17,9 +17,9 @@ from typing import Any
 from ramify.errors import HostCallError, SandboxError
 from ramify.extras.studies.programs.toy_program_language import (
     NO_PROGRAM,
-    BrokenProgramRule,
     ToyProgram,
     ToyWordMeanings,
+    ViolatedProgramRule,
 )
 from ramify.sandbox.base import (
     Answer,
@@ -84,7 +84,7 @@ class ProgramInterpreterSession:
         outcome = self._library.run(program)
         return (
             (None, self._library.error_message(program, outcome))
-            if isinstance(outcome, BrokenProgramRule)
+            if isinstance(outcome, ViolatedProgramRule)
             else (str(outcome), None)
         )
 

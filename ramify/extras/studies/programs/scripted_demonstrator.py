@@ -42,10 +42,10 @@ from ramify.extras.studies.programs.toy_program_language import (
     NUM_WORDS,
     PROGRAM_HINT,
     USE,
-    BrokenProgramRule,
     ProgramWritingExercise,
     ToyProgram,
     ToyWordMeanings,
+    ViolatedProgramRule,
     answer_reply,
     generate_word_functions,
 )
@@ -59,7 +59,7 @@ _MISTAKEN = re.compile(r"TypeError: not @w\d{1,2}@f\d{1,2} but @w(\d{1,2})@f(\d{
 _MISSING = re.compile(r"ImportError: from ops import f(\d{1,2});")
 
 
-class ProgramTaskRule(msgspec.Struct, frozen=True):
+class ToyLanguageRule(msgspec.Struct, frozen=True):
     """One rule of the task ``programs``, as stated in a hint.
 
     It says which function a word means, or that a function must be imported.
@@ -79,35 +79,35 @@ class ProgramTaskRule(msgspec.Struct, frozen=True):
         )
 
 
-def hint_text(rules: Iterable[ProgramTaskRule]) -> str:
+def hint_text(rules: Iterable[ToyLanguageRule]) -> str:
     """Return the text of a hint that states the given rules.
 
     Rules about words come first, then rules about imports. Without rules, the hint is empty.
 
-    >>> hint_text([ProgramTaskRule(None, 10), ProgramTaskRule(3, 9)])
+    >>> hint_text([ToyLanguageRule(None, 10), ToyLanguageRule(3, 9)])
     'use @w3@f9from ops import f10;'
     """
     ordered = sorted(rules, key=lambda rule: (rule.word is None, rule.word, rule.function))
     return USE + "".join(rule.text for rule in ordered) if ordered else ""
 
 
-def rules_from_errors(observed: Iterable[str]) -> list[ProgramTaskRule]:
+def rules_from_errors(observed: Iterable[str]) -> list[ToyLanguageRule]:
     """Return the rules that error messages reveal, at most ``MAX_RULES``.
 
     They are the first ones, in order.
     """
-    rules: dict[ProgramTaskRule, None] = {}
+    rules: dict[ToyLanguageRule, None] = {}
     for text in observed:
         for word, function in _MISTAKEN.findall(text):
-            rules[ProgramTaskRule(int(word), int(function))] = None
+            rules[ToyLanguageRule(int(word), int(function))] = None
         for function in _MISSING.findall(text):
-            rules[ProgramTaskRule(None, int(function))] = None
+            rules[ToyLanguageRule(None, int(function))] = None
     return list(rules)[:MAX_RULES]
 
 
 def broken_rules(
     problem: ProgramWritingExercise, replies: Sequence[str], library: ToyWordMeanings
-) -> list[ProgramTaskRule]:
+) -> list[ToyLanguageRule]:
     """Return the rules that the first program of a rollout breaks, at most ``MAX_RULES``.
 
     The program is compared with the library's secret, so mistakes that raise no error are found,
@@ -122,9 +122,9 @@ def broken_rules(
         for step in program.steps
         if step.word in asked and step.function != library.right[step.word]
     ]
-    rules = [ProgramTaskRule(step.word, library.right[step.word]) for step in wrong]
+    rules = [ToyLanguageRule(step.word, library.right[step.word]) for step in wrong]
     needed = {library.right[word] for word in asked} & set(IMPORTED) - set(program.imports)
-    return [*rules, *(ProgramTaskRule(None, function) for function in sorted(needed))][:MAX_RULES]
+    return [*rules, *(ToyLanguageRule(None, function) for function in sorted(needed))][:MAX_RULES]
 
 
 MAX_CODE_TURNS = 2
@@ -237,7 +237,7 @@ class _Demonstration:
                 Message("assistant", program.text),
                 Message("user", self._texts.report(self._cell(program, outcome))),
             ]
-            if not isinstance(outcome, BrokenProgramRule):
+            if not isinstance(outcome, ViolatedProgramRule):
                 number = outcome
                 break
             self._mend(outcome)
@@ -250,17 +250,17 @@ class _Demonstration:
             return self._library.right[word]
         return self._rng.choice(self._library.decoy_functions(word))
 
-    def _hint(self, is_wrong: bool) -> list[ProgramTaskRule]:
+    def _hint(self, is_wrong: bool) -> list[ToyLanguageRule]:
         words = self._rng.sample(
             [word for word, _ in self._problem.steps], self._rng.randint(1, MAX_RULES)
         )
         if is_wrong:
-            return [ProgramTaskRule(word, self._rng.randrange(NUM_WORDS)) for word in words]
-        rules = [ProgramTaskRule(word, self._library.right[word]) for word in words]
+            return [ToyLanguageRule(word, self._rng.randrange(NUM_WORDS)) for word in words]
+        rules = [ToyLanguageRule(word, self._library.right[word]) for word in words]
         needed = [number for number in IMPORTED if number in (rule.function for rule in rules)]
-        return [*rules, *(ProgramTaskRule(None, number) for number in needed)][:MAX_RULES]
+        return [*rules, *(ToyLanguageRule(None, number) for number in needed)][:MAX_RULES]
 
-    def _take(self, hint: list[ProgramTaskRule]) -> None:
+    def _take(self, hint: list[ToyLanguageRule]) -> None:
         self._question += PROGRAM_HINT + hint_text(hint)
         for rule in hint:
             if rule.word is None:
@@ -268,17 +268,17 @@ class _Demonstration:
             else:
                 self._believed[rule.word] = rule.function
 
-    def _mend(self, broken: BrokenProgramRule) -> None:
+    def _mend(self, broken: ViolatedProgramRule) -> None:
         if broken.word is None:
             self._imports[broken.function] = None
         else:
             self._believed[broken.word] = broken.function
 
     def _program(self) -> ToyProgram:
-        return self._problem.build_program(self._believed, tuple(sorted(self._imports)))
+        return self._problem.program_for_meanings(self._believed, tuple(sorted(self._imports)))
 
-    def _cell(self, program: ToyProgram, outcome: int | BrokenProgramRule) -> Cell:
-        if isinstance(outcome, BrokenProgramRule):
+    def _cell(self, program: ToyProgram, outcome: int | ViolatedProgramRule) -> Cell:
+        if isinstance(outcome, ViolatedProgramRule):
             return Cell(program.text, error=self._library.error_message(program, outcome))
         return Cell(program.text, value=str(outcome))
 

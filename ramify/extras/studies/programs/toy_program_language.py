@@ -117,7 +117,9 @@ class ProgramWritingExercise(msgspec.Struct, frozen=True):
             tuple((int(w), int(n)) for w, n in re.findall(r"@w(\d{1,2})@(\d)", match[2])),
         )
 
-    def build_program(self, functions: dict[int, int], imports: tuple[int, ...] = ()) -> ToyProgram:
+    def program_for_meanings(
+        self, functions: dict[int, int], imports: tuple[int, ...] = ()
+    ) -> ToyProgram:
         """Build a program for this problem in which each word has the given meaning.
 
         ``functions`` says which function to call for each word.
@@ -131,7 +133,7 @@ class ProgramWritingExercise(msgspec.Struct, frozen=True):
         )
 
 
-class BrokenProgramRule(msgspec.Struct, frozen=True):
+class ViolatedProgramRule(msgspec.Struct, frozen=True):
     """A rule that a program broke: a wrong function for a word, or a missing import.
 
     It is the first such rule.
@@ -167,7 +169,7 @@ class ToyWordMeanings(msgspec.Struct, frozen=True):
             value = self.apply(self.right[word], value, operand)
         return value
 
-    def run(self, program: ToyProgram) -> int | BrokenProgramRule:
+    def run(self, program: ToyProgram) -> int | ViolatedProgramRule:
         """Run a program in the toy language under this mapping of words to functions.
 
         Returns its value, or the first rule that it breaks.
@@ -175,14 +177,14 @@ class ToyWordMeanings(msgspec.Struct, frozen=True):
         value = program.start
         for step in program.steps:
             if step.function in IMPORTED and step.function not in program.imports:
-                return BrokenProgramRule(None, step.function)
+                return ViolatedProgramRule(None, step.function)
             right = self.right[step.word]
             if step.function != right and step.word < NUM_CHECKED:
-                return BrokenProgramRule(step.word, right)
+                return ViolatedProgramRule(step.word, right)
             value = self.apply(step.function, value, step.operand)
         return value
 
-    def error_message(self, program: ToyProgram, broken: BrokenProgramRule) -> str:
+    def error_message(self, program: ToyProgram, broken: ViolatedProgramRule) -> str:
         """Return the error message for a program that broke a rule.
 
         It looks like the last line of Python's traceback.
