@@ -299,6 +299,7 @@ class RunHandle:
         error = EventLoopBlockedError(why if place else str(run.ending.suspension), id)
         run.ending.suspension = error
         end = self._end_of(failed_outcome(error, self.recorder.is_stored), run)
+        end = msgspec.structs.replace(end, has_open_requests=True)
         # In a thread, because the disk may be what blocks the loop.
         ending = threading.Thread(target=self.recorder.seal, args=(end, error), daemon=True)
         ending.start()

@@ -444,10 +444,12 @@ class RunEventIndex:
         The ends of its unfinished calls are removed too. Failures of sub-calls are kept, since code
         in the session has already seen them.
         """
+        # Unlike a run that is killed or blocked, one that ends normally records what these may have
+        # cost.
+        if self.ended is None or not self.ended.has_open_requests:
+            self._booked.update(self._requests)
         self.ended = None
         self._failed_end = False
-        # Unlike a killed run, one that ends normally records what these may have cost.
-        self._booked.update(self._requests)
         for id, ended in list(self._ends.items()):
             is_stopped = ended.stop in (Stop.CANCELLED, Stop.SUSPENDED) and ended.answer is None
             if is_stopped or (ended.stop is Stop.ERROR and id not in self._parents):

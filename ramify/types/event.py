@@ -280,6 +280,9 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
     tuple, NaN)."""
     partial: str = ""
     """Text of the last message of a run that ended without an answer."""
+    has_open_requests: bool = False
+    """True if requests may have been in flight, because the run's event loop was blocked. A resumed
+    run counts them as possibly billed."""
 
 
 class ScoreAdded(Event, frozen=True, tag="Scored"):
