@@ -77,7 +77,7 @@ def _single_turn(policy: Policy, folder: Path, rounds: int) -> Iterator[Figure]:
             rounds,
             lambda: _whole_step(loop, client, backend, prompts, next(steps)),
             theirs,
-            1.1,
+            2,
         )
         loop.run_until_complete(client.close())
         loop.close()
@@ -164,7 +164,7 @@ def _trees(policy: Policy, folder: Path, ratio: int, rounds: int) -> Iterator[Fi
         "to ours"
     )
     with peer(folder / "model", "rows", folder / "rows", SIBLINGS) as theirs:
-        yield _compared(name, rounds, step, theirs, 5)
+        yield _compared(name, rounds, step, theirs, 28)
 
 
 def _compared(name: str, rounds: int, ours: Step, theirs: Step | None, least: float) -> Figure:
