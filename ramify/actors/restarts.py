@@ -1,10 +1,10 @@
 """Decide whether to restart a lost process or to give up on it.
 
     restarts = ProcessRestartLimiter(3, log, "worker")
-    restarts.record_loss(1, "worker 1 ended")    True: restart it; False: 4 losses in a row
-    restarts.record_loss(1, "no memory")         the same for a restart that failed
-    restarts.back(1, "worker 1 is back")
-    restarts.succeeded(1)                        it did its work: earlier losses no longer count
+    restarts.decide_restart(1, "worker 1 ended")  True: restart it; False: 4 losses in a row
+    restarts.decide_restart(1, "no memory")       the same for a restart that failed
+    restarts.record_recovery(1, "worker 1 is back")
+    restarts.record_success(1)                     it did its work: earlier losses no longer count
 
 A loss leaves one log record with the reason: ``restart``, or ``worker_lost`` if the process is
 given up. A restart that fails leaves ``restart_failed``. The caller decides what counts as work.

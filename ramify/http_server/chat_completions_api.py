@@ -226,7 +226,7 @@ class ChatCompletionsReplyWriter:
         return common_fields(self.id, self._model.name, kind, self._created)
 
 
-def reply_writer_for(body: bytes, model: ServedModel) -> ChatCompletionsReplyWriter:
+def parse_request(body: bytes, model: ServedModel) -> ChatCompletionsReplyWriter:
     """Parse the body of a chat completion request, and return the writer of its response.
 
     Raises RequestRefusedError or RequestRejected with the reason if it is invalid.

@@ -94,7 +94,7 @@ class ModelApiRoutes:
     async def _answer_chat(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
             return await self._answer_request(
-                http, caller, lambda body: chat_completions_api.reply_writer_for(body, caller.model)
+                http, caller, lambda body: chat_completions_api.parse_request(body, caller.model)
             )
 
     async def _answer_responses(self, http: web.Request) -> web.StreamResponse:
@@ -102,7 +102,7 @@ class ModelApiRoutes:
             return await self._answer_request(
                 http,
                 caller,
-                lambda body: responses_api.open_reply_writer(body, caller.model, caller.stored),
+                lambda body: responses_api.parse_request(body, caller.model, caller.stored),
             )
 
     async def _answer_messages(self, http: web.Request) -> web.StreamResponse:

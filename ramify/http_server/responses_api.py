@@ -424,7 +424,7 @@ class _StreamedItem(msgspec.Struct, frozen=True):
     """The fields that identify the item in each of its events."""
 
 
-def open_reply_writer(
+def parse_request(
     body: bytes, model: ServedModel, stored: RecentResponseStore
 ) -> ResponsesApiReplyWriter:
     """Parse the body of a responses API request, and return the writer of its response.

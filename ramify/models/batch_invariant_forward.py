@@ -10,10 +10,10 @@ holds in the inference engine and in the trainer.
 
 Kernels round differently for different shapes, so every operation here has one fixed shape,
 whatever the number of tokens. Within a fixed shape, these kernels round every row in the same way,
-wherever the row is; ``selfcheck.py`` checks this on the device. Gradients are those of ordinary
-attention. They depend on the batch, which is the same if the rollouts are the same.
-``train/rollouts`` determines the order of rollouts, and ``inference/local/model_runner.py`` holds
-the engine's cache.
+wherever the row is; ``train/engine_consistency_checks.py`` checks this on the device. Gradients are
+those of ordinary attention. They depend on the batch, which is the same if the rollouts are the
+same. ``train/rollouts`` determines the order of rollouts, and ``inference/local/model_runner.py``
+holds the engine's cache.
 
 Legend: n rows of a block or queries of a run, T tokens, H query heads, K key-value heads, g query
 heads per key head, d head size, L keys, D width, V vocabulary.

@@ -14,14 +14,14 @@ shown:
                       and each session's first steps
     guest/            each session                    ramify_guest      hostile from its first cell
 
-Whatever runs below the line uses the standard library only, and ``shipped_modules.py`` says how
+Whatever runs below the line uses the standard library only, and ``guest_module_files.py`` says how
 it is loaded. The modules of ``guest/`` are also imported here: both ends speak one protocol with
 one codec. So are constants and structures of ``server/`` and ``jail/``.
 
 A session is forked from the fork server. Once it runs cells (pieces of model-written code), they
 may change everything in that process, so this process treats each message from a session as
-hostile: ``host/session_wire.py`` checks the form and size of the message, and ``host/session.py``
-checks whether it may arrive now.
+hostile: ``host/session_frame_connection.py`` checks the form and size of the message, and
+``host/session.py`` checks whether it may arrive now.
 
 Imports go in one direction: ``providers`` → ``host`` → ``base.py`` → ``guest``; and ``jail`` →
 ``server`` → ``guest``. Sandboxes of other vendors are in ``ramify/extras/sandboxes/``.

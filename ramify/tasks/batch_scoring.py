@@ -31,7 +31,7 @@ class BatchScoredTask(Protocol):
     It adds two methods to ``Task``.
 
     Example:
-        def is_batch_scored(self, item): return True
+        def is_scored_by_step(self, item): return True
         def score_step(self, rollouts): return [Score({"correct": 1.0}) for _ in rollouts]
     """
 

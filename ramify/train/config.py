@@ -145,7 +145,7 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     demonstrations."""
     words: tuple[str, ...] = ()
     """Vocabulary of a word-level tokenizer, one token per word, as an alternative to ``tokenizer``
-    (``models.tokenizer.word_tokenizer``)."""
+    (``models.tokenizer_training.word_tokenizer``)."""
     vocab_size: int | None = None
     """Size of the vocabulary, if a tokenizer is trained; None: 512, or from the demonstrations if
     there is no ``shape``."""
@@ -306,7 +306,7 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     options."""
     signals: dict[str, Any] = {}
     """Name -> signal: feedback in addition to the reward, weighted by ``algorithm=Hybrid(…)``. A
-    signal is a name in ``signals.registry.SIGNALS``, an object, or a mapping with ``name`` and
+    signal is a name in ``signals.signal_runner.SIGNALS``, an object, or a mapping with ``name`` and
     options."""
     judges: Limits = BUDGET
     """Limits on the calls, tokens and cost of all judges of this run together."""

@@ -5,7 +5,7 @@ The run then ends either with its result or with an error that says what was stu
     await watch.bounded("learning", work)   its result; TrainError without progress for ``stall_s``
     watch.moved()                           report progress: a reply, a rollout, a batch, …
     watch.fail(error)                       raise this error in the current waits and all later ones
-    watch.end_waits("SIGTERM")              StoppedBySignal in those waits that may be cut off
+    watch.interrupt_waits("SIGTERM")        StoppedBySignal in those waits that may be cut off
     await torch.run(step, work, …)          the same for work in the thread that changes weights
 
 A separate thread detects stalls, so that it also notices if the event loop itself is stuck. It

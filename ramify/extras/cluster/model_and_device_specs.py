@@ -7,7 +7,7 @@ device). So the count is right for every supported architecture, and tied matric
 A device is described by its memory and the two speeds that bound training and decoding. The figures
 are from data sheets, for dense bf16 without sparsity. A program achieves a share of them
 (``DeviceEfficiency``), which is stated with each estimate. The figures of a CPU core were measured
-for this package (``backends/single.py``).
+for this package (``backends/single_device.py``).
 """
 
 from __future__ import annotations

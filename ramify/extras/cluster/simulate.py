@@ -367,8 +367,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 MOST_ROLLOUTS = 300_000
-"""Maximum number of rollouts that one call of ``predict`` simulates over all settings. A few
-hundred are simulated per second."""
+"""Maximum number of rollouts that one call of ``simulate_settings`` simulates over all settings. A
+few hundred are simulated per second."""
 
 
 class DeviceSplit(NamedTuple):

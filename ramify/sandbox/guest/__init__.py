@@ -9,7 +9,7 @@ and how code calls the host. Starting and confining the process is done elsewher
 pass two file descriptors and call ``SandboxGuest(...).serve()``. The package uses the standard
 library only, and importing it has no side effects.
 
-In a session, this folder is the package ``ramify_guest`` (see ``host/shipped_modules.py``). Its
+In a session, this folder is the package ``ramify_guest`` (see ``host/guest_module_files.py``). Its
 modules import each other by relative names only, and this file imports none of them.
 
     guest.py  answers the host,         ──┬─> notebook.py           names and cells

@@ -6,7 +6,7 @@ The command's standard input and output carry the guest's bytes. They also carry
 interrupt or kill its process, and the message that reports its end. So a service only needs to
 start a command. The host's end is ``providers/remote.py``. The supervisor runs remotely with the
 standard library only: it is sent together with ``guest/`` and ``forkserver.py``, and nothing is
-installed (see ``host/shipped_modules.py``).
+installed (see ``host/guest_module_files.py``).
 
     host:        data + {bytes to the guest}    interrupt  kill
     supervisor:  data + {bytes from the guest}  failed{message}

@@ -52,8 +52,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     for embeddings, the output matrix and norms. ``adamw`` uses AdamW for all weights."""
     lr: float | None = None
     """Peak learning rate, also for Muon's matrices, whose updates are scaled to the size of
-    AdamW's. None: for a pretrained checkpoint the usual rate of the stage
-    (``policy_dependent_defaults.py``), otherwise 1e-3.
+    AdamW's. None: the usual rate of the stage, for a pretrained checkpoint or a policy from scratch
+    (``policy_dependent_defaults.py``).
     """
     betas: tuple[float, float] | None = None
     """Decay rates of AdamW's two moments. None: 0.9 and 0.999 for a pretrained checkpoint,

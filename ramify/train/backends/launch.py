@@ -14,9 +14,9 @@ file system for checkpoints.
 Every rank opens three channels to rank 0, which prove that it belongs to the run:
 
     talk     RankSettings, then the verbs of ``rank_group.py``
-    watch    heartbeats (``rank_watch.py``)
-    store    addresses of the connections that gloo or NCCL open (``rank_store.py``); each group
-             proves these, too, before it is used (``rank_group_authentication.py``)
+    watch    heartbeats (``rank_monitor.py``)
+    store    addresses of the connections that gloo or NCCL open (``rank_key_value_store.py``);
+             each group proves these, too, before it is used (``rank_group_authentication.py``)
 """
 
 from __future__ import annotations
