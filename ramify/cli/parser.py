@@ -306,26 +306,37 @@ _MEASURE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 def parse_duration(text: str, option: str) -> float:
     """Parse a duration with a unit, and return it in seconds.
 
+    The unit is required, because data older than a duration is deleted.
+
     >>> parse_duration("1.5h", "--older-than")
     5400.0
     """
-    return _parse(text, option, _SECONDS, "d", "30d, 12h or 90m")
+    return _parse(text, option, _SECONDS, "30d, 12h or 90m")
 
 
-def parse_size(text: str, option: str) -> int:
+def parse_size(text: str, option: str, *, default_unit: str = "b") -> int:
     """Parse a size with a unit, and return it in bytes.
+
+    A number without a unit has ``default_unit``. If that is empty, the unit is required.
 
     >>> parse_size("2GB", "--memory")
     2000000000
     """
-    return int(_parse(text, option, _BYTES, "b", "2GB or 500MB"))
+    return int(_parse(text, option, _BYTES, "2GB or 500MB", default_unit))
 
 
 def _parse(
-    text: str, option: str, units: dict[str, float] | dict[str, int], default: str, examples: str
+    text: str,
+    option: str,
+    units: dict[str, float] | dict[str, int],
+    examples: str,
+    default_unit: str = "",
 ) -> float:
     match = _MEASURE.fullmatch(text)
-    factor = units.get((match[2] or default).lower()) if match else None
+    unit = (match[2] or default_unit).lower() if match else ""
+    if match is not None and not unit:
+        raise ConfigError(f"{option} {text!r} has no unit: write it as {examples}")
+    factor = units.get(unit)
     if match is None or factor is None:
         raise ConfigError(f"{option} {text!r} is not understood: write it as {examples}")
     return float(match[1]) * factor

@@ -39,6 +39,7 @@ from ramify.cli.terminal_text import (
     sanitized_renderable,
     shorten_to_line,
 )
+from ramify.nearest_name import nearest_name
 from ramify.store.journal import NOTHING_KEPT
 from ramify.store.repair import JournalCheckResult
 from ramify.store.reviews import UNSCORED, Verdict
@@ -85,6 +86,9 @@ def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | No
         print(f"none of {pluralize(len(stored), 'run')} matches {' '.join(words)}", file=sys.stderr)
         for line in wanted.unknown_values(stored):
             print(line, file=sys.stderr)
+        if subcommand := nearest_name(words[0], _SUBCOMMANDS):
+            meant = shlex.join(["ramify", "runs", subcommand, *words[1:]])
+            print(f"did you mean: {meant}", file=sys.stderr)
     if wanted.group:
         _print_groups(wanted.groups(summaries), wanted.group, as_json=bool(json))
         return ExitCode.ANSWERED
@@ -283,14 +287,14 @@ def rm(words: list[str]) -> int:
 def prune(words: list[str], older_than: str | None, keep: int | None, max_size: str | None) -> int:
     if keep is not None and keep < 0:
         raise UsageError(f"--keep {keep}: give 0 or more")
-    if keep is None and not older_than and not max_size:
+    if keep is None and older_than is None and max_size is None:
         raise UsageError("nothing to prune by: give --older-than AGE, --keep N or --max-size SIZE")
     store = open_configured_folder_store("ramify runs prune")
     before = store.size()
     removed = store.prune(
-        parse_duration(older_than, "--older-than") if older_than else None,
+        None if older_than is None else parse_duration(older_than, "--older-than"),
         keep,
-        parse_size(max_size, "--max-size") if max_size else None,
+        None if max_size is None else parse_size(max_size, "--max-size", default_unit=""),
     )
     for id in removed.runs:
         print(f"deleted {id}")
@@ -575,3 +579,4 @@ With --keep alone, all except the newest N are deleted.""",
         ),
     ),
 )
+_SUBCOMMANDS = tuple(command.name.split()[1] for command in COMMANDS[1:])

@@ -70,12 +70,12 @@ def test_numbers_are_formatted_for_reading() -> None:
 
 
 def test_ages_and_sizes_are_parsed() -> None:
-    assert [parse_duration(given, "--x") for given in ("30d", "12h", "1.5h", "90 m", "2")] == [
+    assert [parse_duration(given, "--x") for given in ("30d", "12h", "1.5h", "90 m", "0d")] == [
         2_592_000.0,
         43_200.0,
         5_400.0,
         5_400.0,
-        172_800.0,
+        0.0,
     ]
     assert [parse_size(given, "--x") for given in ("2GB", "500 mb", "1GiB", "12")] == [
         2 * 10**9,
@@ -85,3 +85,11 @@ def test_ages_and_sizes_are_parsed() -> None:
     ]
     with pytest.raises(ConfigError, match="--older-than 'soon' is not understood: write it as 30d"):
         parse_duration("soon", "--older-than")
+
+
+def test_an_age_and_a_size_to_delete_by_need_a_unit() -> None:
+    for given in ("3", "0", " 1.5 "):
+        with pytest.raises(ConfigError, match="has no unit: write it as 30d, 12h or 90m"):
+            parse_duration(given, "--older-than")
+        with pytest.raises(ConfigError, match="has no unit: write it as 2GB or 500MB"):
+            parse_size(given, "--max-size", default_unit="")
