@@ -380,12 +380,15 @@ def format_map_summary(result: MapResult) -> str:
     counts += [f"{result.num_missing:,} not asked"] if result.num_missing else []
     counts += [f"{result.num_waiting:,} in batches"] if result.num_waiting else []
     bound = "at most " if usage.unknown_calls else ""
-    again = result.num_paid_again
+    again, earlier = result.num_paid_again, result.num_earlier_requests
+    when = f", {'all' if earlier == usage.calls else f'{earlier:,}'} earlier"
+    is_repeated = result.stop == "done" and usage.calls == earlier > 0
     parts = [
+        *(["nothing was sent, since no row was left to ask"] if is_repeated else []),
         pluralize(result.num_rows, "row"),
         ", ".join(counts),
         *([f"{pluralize(again, 'request')} paid again for lost workers"] if again else []),
-        pluralize(usage.calls, "request"),
+        pluralize(usage.calls, "request") + when * bool(earlier),
         f"{bound}{terminal_text.format_count(usage.total_tokens)} tokens",
         bound * (result.cost is not None) + terminal_text.format_dollars(result.cost),
         terminal_text.format_duration(result.seconds),

@@ -46,6 +46,7 @@ from ramify.cli.stored_table_questions import (
     is_map_id,
     map_lines,
     question_events,
+    question_row_line,
     trajectory_from_events,
 )
 from ramify.cli.terminal_text import (
@@ -127,6 +128,7 @@ def show(
         as_json=bool(json),
         pager=pager,
         is_alive=of_map is None and store.stored(run).has_active_writer(),
+        row=None if of_map is None else question_row_line(store, run),
     )
     return ExitCode.ANSWERED
 
@@ -160,6 +162,7 @@ def _show_trajectory(
     as_json: bool,
     pager: bool | None,
     is_alive: bool = False,
+    row: str | None = None,
 ) -> None:
     if as_json:
         print(json_line(_call_of(trajectory, call) if call else trajectory))
@@ -170,12 +173,17 @@ def _show_trajectory(
     elif call:
         lines = _conversation(trajectory, _call_of(trajectory, call))
     else:
-        lines = _run_lines(trajectory, full, is_alive, only_tree=tree)
+        lines = _run_lines(trajectory, full, is_alive, only_tree=tree, row=row)
     write_lines(lines, use_pager=pager is not False)
 
 
 def _run_lines(
-    trajectory: Trajectory, full: bool, is_alive: bool, *, only_tree: bool
+    trajectory: Trajectory,
+    full: bool,
+    is_alive: bool,
+    *,
+    only_tree: bool,
+    row: str | None = None,
 ) -> Iterator[Line]:
     from ramify.cli.ask_runner import format_run_summary
 
@@ -184,7 +192,10 @@ def _run_lines(
     if trajectory.context:
         context = trajectory.context
         size = f"context: {context.kind}, {context.chars:,} characters"
+        size += ", names included" * (context.kind == "dict")
         yield ", ".join(filter(None, (size, shorten_to_line(context.reference_text, 500))))
+    if row is not None:
+        yield row if full else shorten_to_line(row, 500)
     if gold := trajectory.metadata.get("gold"):
         yield f"expected: {shorten_to_line(str(gold), 200)}"
     mode, why = mode_and_reason(trajectory.metadata)

@@ -82,6 +82,22 @@ def question_events(store: RunStore, name: str) -> list[AnyEvent] | None:
     return list(store.events(row.run)) if row.run else row_to_run_events(table, row.number)
 
 
+def question_row_line(store: RunStore, name: str) -> str:
+    """Return the line that says which table row a question of a map is about, given as ``MAP:7``.
+
+    If a direct call answered the question, the line has what the model read of the row.
+    """
+    from ramify.maps.map_table import context_as_line
+
+    id, _, number = name.partition(":")
+    table = find_map(store, id)
+    row = table.row_at(int(number))
+    lines = table.last_attempt_lines(row.number)
+    first = next((each.first_request for each in lines if each.first_request is not None), None)
+    text = context_as_line(first.context) if first is not None else ""
+    return f"row {row.row} of the map" + f": {text}" * bool(text)
+
+
 def trajectory_from_events(events: Iterable[AnyEvent]) -> Trajectory:
     """Combine the events of a run into its trajectory, the tree of calls with their turns."""
     from ramify.types.event import TrajectoryBuilder

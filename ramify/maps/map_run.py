@@ -169,6 +169,8 @@ class MapResult(msgspec.Struct, frozen=True):
     num_unaskable: int = 0
     """Number of failed rows about which no question can be asked, because they are empty or cannot
     be read. On a Ray cluster they are not counted."""
+    num_earlier_requests: int = 0
+    """Number of requests in ``usage`` that earlier invocations of the map sent."""
     num_paid_again: int = 0
     """Number of replies paid for twice, because a worker or the whole map was lost before they were
     written. Only on a Ray cluster."""
@@ -244,6 +246,7 @@ class TableMapRun:
         """Question digest -> journal offset of the error, for questions that failed in this
         invocation of the map."""
         self._has_answer = False
+        self._num_earlier_requests = 0
         self._num_begun = 0
         self._judged = asyncio.Event()
         """Set whenever a question has ended, or the map stops."""
@@ -284,6 +287,7 @@ class TableMapRun:
             self._has_answer = bool(recorded.answered)
             try:
                 self._continue(calls)
+                self._num_earlier_requests = calls.budget.usage.calls
                 self._means = create_row_answerers(
                     self.rlm, calls, journal, self.id, request.question
                 )
@@ -326,6 +330,7 @@ class TableMapRun:
                 output.table,
                 self._estimate,
                 counts["unaskable"],
+                self._num_earlier_requests,
             )
 
     def _is_unasked(self, journal: TableMapJournal) -> bool:

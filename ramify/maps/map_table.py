@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.observation_messages import context_as_text, plain_prompt
+from ramify.engine.observation_messages import plain_prompt
 from ramify.errors import StoreError
 from ramify.maps.map_journal import (
     MapJournalHeader,
@@ -205,7 +205,7 @@ class StoredTableMap:
             row = self._begin(offset, first_request_line.number, first_request_line.row)
             parts = [
                 first_request_line.question or "",
-                context_as_text(first_request_line.context) if first_request_line.context else "",
+                context_as_line(first_request_line.context),
             ]
             row.text = cut(" ".join(" ".join(filter(None, parts)).split()), MAX_CHARS)
         elif line.s is not None:
@@ -228,7 +228,9 @@ class StoredTableMap:
                 row.seconds = end.seconds
                 self._spend(row, end.calls, end.cost)
         elif line.d is not None:
-            self._rows[line.d.number].equal += 1
+            # The whole map also records the row for which a sample asked the question.
+            question = self._rows[line.d.number]
+            question.equal += line.d.row != question.row
         elif line.n is not None:
             self.num_unaskable = line.n
         elif line.map is not None:
@@ -241,7 +243,7 @@ class StoredTableMap:
             self._rows.append(MapQuestionResult(number, place))
             self._lines.append(array("q"))
         row = self._rows[number]
-        row.answer, row.error, row.run = None, "", ""
+        row.row, row.answer, row.error, row.run = place, None, "", ""
         self._lines[number] = array("q", [offset])
         return row
 
@@ -254,6 +256,13 @@ class StoredTableMap:
         row.calls += calls
         if cost is not None:
             row.cost = (row.cost or 0.0) + cost
+
+
+def context_as_line(context: str | Mapping[str, str] | None) -> str:
+    """Return what a model reads of a row as one line, such as ``id: 7 · text: It burns.``"""
+    if isinstance(context, Mapping):
+        return " · ".join(f"{name}: {text}" for name, text in context.items())
+    return context or ""
 
 
 def _next_line_offset(path: Path, offset: int) -> int:

@@ -122,6 +122,7 @@ class RayMapRun:
         self._workers = workers
         self._cluster = RayClusterConnection(address, store_bytes=_STORE_BYTES, is_quiet=True)
         self._stops: list[tuple[str, str]] = []
+        self._num_earlier_requests = 0
         kind = None if request.answer_type is None else to_answer_schema(request.answer_type)
         base = Question(request.question, None, kind=kind)
         if not request.question.strip():
@@ -201,6 +202,7 @@ class RayMapRun:
             cost=state.cost,
             seconds=time.perf_counter() - began_s,
             out=self._out if done else "",
+            num_earlier_requests=self._num_earlier_requests,
             num_paid_again=state.num_paid_again,
         )
 
@@ -338,7 +340,8 @@ class RayMapRun:
             )
         )
         try:
-            await budget.state.remote()
+            before: RayMapStatus = await budget.state.remote()
+            self._num_earlier_requests = before.usage.calls
         except ray.exceptions.RayError as error:
             raise RunInUse(
                 f"the map's budget cannot be opened: {error_cause_line(error)}"

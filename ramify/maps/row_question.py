@@ -28,6 +28,9 @@ from ramify.errors import ConfigError, did_you_mean
 from ramify.types.message import escape_surrogates
 
 _FIELD = re.compile(r"\{\{|\}\}|\{([^\W\d][\w .-]*)\}")
+_BRACE = re.compile(r"[{}]")
+_CHARS_AROUND = 40
+"""Number of characters of a question that the error about one of its braces shows."""
 _DIGEST_BYTES = 16
 _encode = msgspec.json.Encoder(decimal_format="string").encode
 
@@ -53,13 +56,14 @@ class RowQuestionMaker:
         """Prepare to make the question for each row of a table.
 
         ``text`` is a question, or a template with column names in braces. Raises ConfigError for a
-        column that the table does not have.
+        column that the table does not have, and for a brace without its counterpart.
 
         ``columns`` are all columns of the table, and ``shown`` are those that the model reads if
         ``text`` is not a template. ``question`` has the settings that all rows share. ``settings``
         is mixed into the digests of the rows, so that maps with other settings do not share
         answers.
         """
+        _check_braces(text)
         self.text = text
         self.fields = tuple(
             dict.fromkeys(found[1] for found in _FIELD.finditer(text) if found[1] is not None)
@@ -78,6 +82,9 @@ class RowQuestionMaker:
                 )
         self.shown = self.fields or tuple(shown) or tuple(columns)
         """Columns that the model reads."""
+        if not self.fields and _BRACE.search(_FIELD.sub("", text)) is None:
+            # A template without columns: its braces are doubled, too.
+            question = msgspec.structs.replace(question, text=_fill(text, {}))
         self._question = question
         self._settings = settings
 
@@ -120,6 +127,37 @@ class RowQuestionMaker:
                 f"the row has no value in {names}" if names else "the row is empty"
             )
         return texts[self.shown[0]] if len(self.shown) == 1 else texts
+
+
+def _check_braces(text: str) -> None:
+    """Raise ConfigError if a single brace of a question has no counterpart.
+
+    A pair of braces around anything but a column, such as an example in JSON, is plain text.
+    """
+    if _lone_brace(text) is None or (rest := _lone_brace(_FIELD.sub("", text))) is None:
+        return
+    where, brace = rest
+    other = "}" if brace == "{" else "{"
+    raise ConfigError(
+        f"the question has a {brace} without its {other}, at {where!r}: write {{COLUMN}} for the "
+        f"value of a column, or {2 * brace} for a brace"
+    )
+
+
+def _lone_brace(text: str) -> tuple[str, str] | None:
+    """Return the first brace of a text that has no counterpart, after the text around it.
+
+    Returns None if there is none.
+    """
+    opened: list[int] = []
+    for found in _BRACE.finditer(text):
+        if found[0] == "{":
+            opened.append(found.start())
+        elif opened:
+            opened.pop()
+        else:
+            return text[max(0, found.end() - _CHARS_AROUND) : found.end()], "}"
+    return (text[opened[0] : opened[0] + _CHARS_AROUND], "{") if opened else None
 
 
 def _fill(template: str, texts: Mapping[str, str]) -> str:

@@ -38,6 +38,7 @@ def test_a_map_is_written_listed_shown_and_deleted(shell: Shell) -> None:
     number = next(line.split()[0] for line in shown.splitlines() if "row 0:" in line)
     row = shell.run("show", f"{found['map']}:{number}").out
     assert 'answer: {"urgent": true}' in row
+    assert "\nrow 0 of the map: fire\n" in row
     assert shell.run("show", f"{found['map']}:99").code != 0
     assert shell.run("runs", "rm", found["map"]).code == 0
     assert shell.run("runs", "--maps").out.count("\n") == 1
@@ -76,6 +77,26 @@ def test_a_sample_of_few_rows_has_no_interval(shell: Shell) -> None:
     more = shell.run("map", "Is it urgent?", "rows.jsonl", "--try", "20", *options).out
     assert "$0.00 ($0.00 to $0.00)" in more
     assert "; from 20 questions, 95 %" in more
+
+
+def test_a_sample_and_then_all_rows_are_counted_once(shell: Shell) -> None:
+    shell.write("rows.csv", "id,text\n1,fire\n2,smoke\n3,smoke\n4,fire\n")
+    model = shell.model([{"match": ".", "reply": "yes"}])
+    command = ("map", "Is it urgent?", "rows.csv", "--model", model, "--out", "out.jsonl")
+    assert shell.run(*command, "--try", "2").code == 0
+    done = shell.run(*command)
+    assert "4 requests, 2 earlier · " in done.err
+    assert "nothing was sent" not in done.err
+    head, line = [line.split("\t") for line in shell.run("runs", "--maps").out.splitlines()]
+    found = dict(zip(head, line, strict=True))
+    assert (found["rows"], found["requests"]) == ("4", "4")
+    assert "row 1: id: 2 · text: smoke → yes" in shell.run("show", found["map"]).out
+
+    repeated = shell.run(*command)
+    assert (repeated.code, repeated.out.strip()) == (0, "out.jsonl")
+    said = "nothing was sent, since no row was left to ask · 4 rows · 4 answered · "
+    assert f"{said}4 requests, all earlier · " in repeated.err
+    assert '"num_earlier_requests":4' in shell.run(*command, "--json").out.replace(" ", "")
 
 
 def test_a_refused_map_leaves_nothing_behind(shell: Shell) -> None:

@@ -216,6 +216,11 @@ def test_rm_and_prune_delete_runs(stored: Shell) -> None:
     )  # nothing is deleted unless all are found
     assert stored.run("runs", "rm", oldest).out.startswith(f"deleted {oldest} (")
     assert stored.run("runs", "prune", "--older-than", "1d").out.startswith("0 runs deleted, ")
+    for slip in (("--older-than", "0"), ("--max-size", "0"), ("--older-than", "", "--keep", "0")):
+        refused = stored.run("runs", "prune", *slip)
+        assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
+        assert f"{slip[0]} '{slip[1]}'" in refused.err
+        assert "write it as" in refused.err
     gone = stored.run("runs", "prune", "--keep", "0").out.splitlines()
     assert (gone[0], gone[1].startswith("1 run deleted, ")) == (f"deleted {newest}", True)
     assert stored.run("runs").out.splitlines() == ["\t".join(COLUMNS)]
@@ -287,6 +292,17 @@ def test_runs_are_filtered_sorted_and_grouped(stored: Shell) -> None:
         "no run has stop:fnal: did you mean 'final'? known: final\n"
     )
     assert stored.run("runs", "stop:final", "calls>999").err.count("\n") == 1
+    misspelled = stored.run("runs", "chek", "2026 1")
+    assert misspelled.err == (
+        "none of 2 runs matches chek 2026 1\ndid you mean: ramify runs check '2026 1'\n"
+    )
+
+
+def test_the_size_of_a_context_of_files_says_that_it_has_their_names(shell: Shell) -> None:
+    shell.write("logs/a.txt", "12345678")
+    shell.write("logs/b.txt", "1234")
+    shell.ask(SESSION_SCRIPT, "--no-direct", "how long?", "logs")
+    assert "context: dict, 22 characters, names included\n" in shell.run("show", "last").out
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,18 @@ def test_a_template_puts_columns_into_the_question() -> None:
     assert sorted(asked) == ["Is Ann (3) {new}?", "Is Bo () {new}?"]
 
 
+def test_braces_of_a_question_without_columns() -> None:
+    for question, asked in {
+        "Does {{ occur?": "Does { occur?",
+        "Is {{it}} a name?": "Is {it} a name?",
+        'Answer as {"so": {"it": 1}}.': 'Answer as {"so": {"it": 1}}.',
+    }.items():
+        client = model(lambda _: "yes")
+        ramify.map(question, texts(1), client, columns=["text"])
+        (request,) = client.requests
+        assert request.messages[-1].content.endswith(f"Question: {asked}")
+
+
 def test_equal_rows_are_asked_once(tmp_path: Path) -> None:
     client = model()
     rows = [{"id": n, "text": f"the word is w{n % 3}"} for n in range(30)]
@@ -213,6 +225,10 @@ def test_cells_of_all_kinds_are_text_for_the_model() -> None:
     ("question", "options", "words"),
     [
         ("Is {txt} so?", {}, "did you mean 'text'"),
+        ("Is {text so?", {}, r"a { without its }, at '{text so\?': write {COLUMN}.*or {{ for"),
+        ("Is {id} or {text so?", {}, "a { without its }, at '{text so"),
+        ("Is text} so?", {}, "a } without its {, at 'Is text}'"),
+        ('Answer as {"so": {"it": 1}', {}, 'a { without its }, at \'{"so"'),
         ("Is it so?", {"columns": ["idd"]}, "did you mean 'id'"),
         (" ", {}, "the question is empty"),
         ("Is it so?", {"out": "a.txt"}, "give .jsonl"),
@@ -359,6 +375,8 @@ def test_the_same_map_continues_and_pays_nothing_twice(tmp_path: Path) -> None:
     assert len(client.requests) == 25
     assert [row["answer"] for row in rows_of(out)] == [f"w{number}" for number in range(25)]
     assert third.cost == pytest.approx(second.cost)
+    results = (first, second, third)
+    assert [each.num_earlier_requests for each in results] == [0, 8, 25]
 
 
 def test_failed_rows_are_asked_again_only_on_request(tmp_path: Path) -> None:
