@@ -113,7 +113,7 @@ class Scenarios:
         """Rows that fail once: kept, asked again on request, and with ``strict`` the last."""
         texts = ["the word is a", "fails once f1", "the word is b", "fails once f2"]
         path = self.write("failures.jsonl", *texts)
-        _, before = self.map(str(path), "failures-out")
+        first, before = self.map(str(path), "failures-out")
         same, _ = self.map(str(path), "failures-out")
         again, after = self.map(str(path), "failures-out", retry_failed=True)
         path = self.write("strict.jsonl", "the word is c", "fails once f3", "the word is d")
@@ -122,6 +122,8 @@ class Scenarios:
         return {
             "before": before,
             "same": same.num_questions,
+            "requests": [each.usage.calls for each in (first, same)],
+            "earlier": [each.num_earlier_requests for each in (first, same, again)],
             "after": after,
             "counts": (again.num_answered, again.num_failed, again.num_questions),
             "strict": (strict.stop, strict.reason, strict.num_missing),

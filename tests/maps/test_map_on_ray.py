@@ -244,6 +244,8 @@ def test_rows_that_fail(seen: dict[str, Any]) -> None:
     assert [row["answer"] for row in found["before"]] == ["a", None, "b", None]
     assert "the word is refused" in found["before"][1]["error"]
     assert found["same"] == 0
+    assert found["requests"] == [found["earlier"][1]] * 2
+    assert found["earlier"] == [0, *found["earlier"][2:] * 2]
     assert [row["answer"] for row in found["after"]] == ["a", "f1", "b", "f2"]
     assert [row["error"] for row in found["after"]] == [None] * 4
     assert found["counts"] == [4, 0, 2]
