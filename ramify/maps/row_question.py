@@ -28,6 +28,7 @@ from ramify.errors import ConfigError, did_you_mean
 from ramify.types.message import escape_surrogates
 
 _FIELD = re.compile(r"\{\{|\}\}|\{([^\W\d][\w .-]*)\}")
+_SPACED_FIELD = re.compile(r"(?<!\{)\{(\s[^{}]*|[^{}]*\s)\}(?!\})")
 _BRACE = re.compile(r"[{}]")
 _CHARS_AROUND = 40
 """Number of characters of a question that the error about one of its braces shows."""
@@ -74,6 +75,11 @@ class RowQuestionMaker:
                 raise ConfigError(
                     f"the question names {{{name}}}, and the rows have no such column: "
                     f"{did_you_mean(name, columns)} (write {{{{ }}}} for braces)"
+                )
+        for spaced in _SPACED_FIELD.finditer(text):
+            if (name := spaced[1].strip()) in columns:
+                raise ConfigError(
+                    f"the question has {spaced[0]!r}: write {{{name}}} without spaces"
                 )
         for name in shown:
             if name not in columns:

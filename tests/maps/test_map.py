@@ -157,6 +157,7 @@ def test_braces_of_a_question_without_columns() -> None:
         "Does {{ occur?": "Does { occur?",
         "Is {{it}} a name?": "Is {it} a name?",
         'Answer as {"so": {"it": 1}}.': 'Answer as {"so": {"it": 1}}.',
+        "Answer as { so }, or {{ text }}.": "Answer as { so }, or {{ text }}.",
     }.items():
         client = model(lambda _: "yes")
         ramify.map(question, texts(1), client, columns=["text"])
@@ -228,6 +229,7 @@ def test_cells_of_all_kinds_are_text_for_the_model() -> None:
         ("Is {text so?", {}, r"a { without its }, at '{text so\?': write {COLUMN}.*or {{ for"),
         ("Is {id} or {text so?", {}, "a { without its }, at '{text so"),
         ("Is text} so?", {}, "a } without its {, at 'Is text}'"),
+        ("Is { text } so?", {}, "has '{ text }': write {text} without spaces"),
         ('Answer as {"so": {"it": 1}', {}, 'a { without its }, at \'{"so"'),
         ("Is it so?", {"columns": ["idd"]}, "did you mean 'id'"),
         (" ", {}, "the question is empty"),
