@@ -263,6 +263,11 @@ def test_installed_plugins_are_found_from_python(site: Path) -> None:
     assert jail.__name__ == "ramify.sandbox.providers.jail"
 
 
+def test_a_description_says_more_than_the_kind_and_the_name() -> None:
+    for entry in registries_by_kind()["sandbox"].entries():
+        assert len(entry.about) > len(f"The sandbox provider ``{entry.name}``, which ")
+
+
 def registries_by_kind() -> dict[str, PluginRegistry]:
     return {found.kind: found for found in registries() if isinstance(found, PluginRegistry)}
 

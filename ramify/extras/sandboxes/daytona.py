@@ -1,6 +1,5 @@
-"""The sandbox provider ``daytona``.
-
-Each session runs in its own Daytona sandbox, and is connected through the websocket of a terminal.
+"""The sandbox provider ``daytona``, which runs each session in its own Daytona sandbox, connected
+through the websocket of a terminal.
 
 The sandbox has no network and is deleted when it stops. A terminal is used because it is the only
 two-way stream of the SDK: for a session command, each input is a separate request, and the output

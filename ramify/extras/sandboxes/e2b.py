@@ -1,7 +1,5 @@
-"""The sandbox provider ``e2b``.
-
-Each session runs in its own E2B sandbox, and is connected through the standard input and output of
-a background command.
+"""The sandbox provider ``e2b``, which runs each session in its own E2B sandbox, connected through
+the standard input and output of a background command.
 
 The sandbox has no internet access and a limited lifetime. The SDK returns output as text, so bytes
 are sent as base64. This provider has not been tested against the real service, but against a

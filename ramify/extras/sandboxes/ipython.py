@@ -1,6 +1,5 @@
-"""The sandbox provider ``ipython``.
-
-Each session is a separate process that runs its code cells in IPython.
+"""The sandbox provider ``ipython``, which runs each session in a separate process whose cells are
+run by IPython, without isolation.
 
 It is meant for users who know IPython from notebooks, with ``%timeit``, ``!command``, ``Out[3]``
 and ``obj?``. IPython is imported ahead of time and set up in every session by ``ipython_cells.py``,

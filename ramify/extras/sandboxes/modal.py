@@ -1,7 +1,5 @@
-"""The sandbox provider ``modal``.
-
-Each session runs in its own Modal sandbox, and is connected through the standard input and output
-of a command started with ``exec``.
+"""The sandbox provider ``modal``, which runs each session in its own Modal sandbox, connected
+through the standard input and output of a command started with ``exec``.
 
 The sandbox has no network, limits on memory and CPU, and a limited lifetime. This provider has not
 been tested against the real service, but against a double with the SDK's names and signatures.

@@ -1,7 +1,5 @@
-"""The sandbox provider ``monty``.
-
-Sessions run in Monty, a small Python interpreter from the package ``pydantic-monty``, on every
-platform that it supports.
+"""The sandbox provider ``monty``, which runs sessions in Monty, a small Python interpreter from the
+package ``pydantic-monty``, on every platform that it supports.
 
 Cells are fed to Monty's worker process, since the usual code inside a session cannot run there.
 Modules that the engine installs are trusted: they run in the host process, and the session can call

@@ -1,6 +1,4 @@
-"""The sandbox provider ``prime``.
-
-Each session runs in its own Prime sandbox.
+"""The sandbox provider ``prime``, which runs each session in its own Prime sandbox.
 
 The way in which bytes are sent depends on the sandbox. A virtual machine has live processes with
 input and output. A container has only files, so the stream is relayed through files. SDKs since 0.4

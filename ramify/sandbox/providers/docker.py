@@ -1,6 +1,5 @@
-"""The sandbox provider ``docker``.
-
-Every session runs in a separate container on a local engine.
+"""The sandbox provider ``docker``, which runs each session in a separate container on a local
+engine.
 
 Code in a container can only compute: the container has no network, no capabilities, no way to gain
 privileges, a read-only root, and limits on memory, CPU and processes. The provider checks that the

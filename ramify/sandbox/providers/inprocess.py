@@ -1,6 +1,5 @@
-"""The sandbox provider ``inprocess``.
-
-Sessions run in threads of the host process, so that breakpoints work.
+"""The sandbox provider ``inprocess``, which runs sessions in threads of the host process, without
+isolation, so that breakpoints work.
 
 The output of a cell goes to its session, and an interrupt is an exception that is set in the
 session's thread. Most other guarantees of a session do not hold: a cell cannot be killed, code

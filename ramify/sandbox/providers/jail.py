@@ -1,7 +1,5 @@
-"""The sandbox provider ``jail``.
-
-Sessions have full Python and open in milliseconds, but have no access to files, the network or
-other processes.
+"""The sandbox provider ``jail``, whose sessions have full Python and open in milliseconds, but have
+no access to files, the network or other processes.
 
 This module decides which tier (level of isolation) is used, reports what is missing for a stronger
 one, and decides what each session gets and how many sessions are kept ready. The tier is determined

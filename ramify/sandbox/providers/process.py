@@ -1,6 +1,5 @@
-"""The sandbox provider ``process``.
-
-Every session is a separate CPython process, forked in milliseconds.
+"""The sandbox provider ``process``, which runs each session in a separate CPython process, forked
+in milliseconds, without isolation.
 
 This module decides which process a session is forked from: the fork server, or a template process
 that already holds the session's large context. It also ensures that closing leaves nothing behind.
