@@ -42,17 +42,6 @@ from ramify.lazy_pattern import lazy_pattern
 from ramify.secret_redaction import register_secret
 
 _GAP = lazy_pattern(r"\s*(?:[,;+]|and\b)?\s*")
-_KEYWORDS = (
-    "alias",
-    "api_key",
-    "base_url",
-    "environ",
-    "headers",
-    "price",
-    "sampling",
-    "vision",
-    "window",
-)
 _ANTHROPIC = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL")
 _WITHOUT_KEY = ("scripted", "offline", IN_PROCESS)
 _ALIAS = lazy_pattern(r"[^\s:'\"`]{1,64}")
@@ -141,7 +130,7 @@ class Model:
         ``price`` is a ``Price`` or a string such as ``"$0.25 in, $2 out per million tokens"``. The
         provider's environment variables are read from ``environ`` now, and not again later.
         """
-        check_keywords("Model", unknown, _KEYWORDS)
+        check_keywords("Model", unknown, Model.__init__.__kwdefaults__ or ())
         if not isinstance(name, str):
             raise ConfigError(f"the model is a {type(name).__name__}: give 'provider:model'")
         self.provider = split_provider(name)[0]

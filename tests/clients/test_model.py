@@ -122,6 +122,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a price as numbers": (lambda: Model("openai:m", price=(1, 2)), "has no unit"),  # type: ignore[arg-type]
     "half of a price": (lambda: Model("openai:m", price="$1 in per million"), "not understood"),
     "a mistyped keyword": (lambda: Model("openai:m", api_kye=KEY), "did you mean 'api_key'"),
+    "a mistyped setting": (
+        lambda: Model("openai:m", steam=False),
+        "did you mean 'stream'\\? known: ",
+    ),
     "an empty key": (lambda: Model("openai:m", api_key=" "), "api_key is empty"),
     "a key with spaces": (lambda: Model("openai:m", api_key="a b"), "api_key has spaces"),
     "a key of tiny": (lambda: Model("tiny", api_key=KEY), "needs no key"),
