@@ -761,18 +761,23 @@ def explain_conversion_error(error: Exception, kind: Any) -> str:
     if given is None:
         return text
     kinds = _members(kind)
-    for field, in_container in re.findall(r"\.(\w+)|(\[)", place):
+    for field, in_container in re.findall(r"\.([\w-]+)|(\[)", place):
         inner: list[Any] = []
         for each in kinds:
             if in_container:
                 inner += [arg for arg in typing.get_args(each) if arg is not Ellipsis]
             elif hasattr(each, "__struct_fields__"):
-                inner.append(typing.get_type_hints(each).get(field, Any))
+                stored = dict(
+                    zip(each.__struct_encode_fields__, each.__struct_fields__, strict=True)
+                )
+                inner.append(typing.get_type_hints(each).get(stored.get(field, field), Any))
         kinds = [member for each in inner for member in _members(each)]
     known = [
         str(name)
         for each in kinds
-        for name in (getattr(each, "__struct_fields__", ()) if given[1] else typing.get_args(each))
+        for name in (
+            getattr(each, "__struct_encode_fields__", ()) if given[1] else typing.get_args(each)
+        )
     ]
     return (
         f"{text}: {did_you_mean((given[1] or given[2]).strip(chr(39)), known)}" if known else text

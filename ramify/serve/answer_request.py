@@ -33,6 +33,7 @@ from ramify.engine.limits import Limits
 from ramify.engine.run_handle import RunHandle
 from ramify.engine.run_result import Result
 from ramify.http_server.rejections import RequestRejected
+from ramify.plugins import explain_conversion_error
 from ramify.progress import ReplyTextDelta, watch_reply_text
 from ramify.serve.client_function_tools import AnswerOrToolCallSchema
 from ramify.types.event import (
@@ -203,8 +204,10 @@ def decode_request_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         match = re.search(r"(?:field|value) [`'](.+?)[`']", text)
         place = path.strip("`").removeprefix("$").removeprefix(".")
         name = match[1] if match and "field" in text else ""
+        advice = explain_conversion_error(error, decoder.type).removeprefix(str(error))
         raise RequestRejected(
-            f"{text} ({place or 'the body'})", param=".".join(filter(None, [place, name])) or None
+            f"{text} ({place or 'the body'}){advice}",
+            param=".".join(filter(None, [place, name])) or None,
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRejected(f"the body is not valid JSON: {error}") from None

@@ -26,6 +26,7 @@ from ramify.engine.limits import DEFAULT_MAX_COST, Limits
 from ramify.errors import ConfigError, StoreError
 from ramify.http_server.access import AcceptedApiKeys, digest_of, new_key
 from ramify.http_server.rejections import RequestRejected
+from ramify.plugins import explain_conversion_error
 from ramify.secret_redaction import register_secret
 
 
@@ -260,9 +261,9 @@ def read_keys(path: str | Path) -> dict[str, ApiKey]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the key file {path} is not valid TOML: {error}") from None
     except msgspec.ValidationError as error:
+        why = explain_conversion_error(error, dict[str, ApiKey])
         raise ConfigError(
-            f"the key file {path}: {error}; a table [NAME] has key or sha256, max-runs, "
-            "max-cost, max-tokens"
+            f"the key file {path}: {why}; each table [NAME] needs key or sha256"
         ) from None
 
 

@@ -180,7 +180,7 @@ def test_key_file_is_parsed_and_validated(tmp_path: Path) -> None:
         20.0,
     )
     wrong = {
-        '[a]\nkey = "k"\nmax-run = 4\n': "unknown field `max-run`",
+        '[a]\nkey = "k"\nmax-run = 4\n': r"unknown field `max-run` .*: did you mean 'max-runs'\? known: key, max-c",
         "[a]\nmax-runs = 4\n": "key 'a': give either key or sha256",
         '[a]\nkey = "k"\n[b]\nkey = "k"\n': "two names have the same key",
         '[a]\nkey = "k"\nmax-cost = 0\n': "max-cost=0.0 allows nothing",

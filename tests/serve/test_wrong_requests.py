@@ -34,6 +34,11 @@ CHAT = [
         "messages[0].role",
         "Invalid enum value 'robot'",
     ),
+    (
+        {"messages": [{"role": "usr", "content": "x"}]},
+        "messages[0].role",
+        "did you mean 'user'? known: assistant, developer",
+    ),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "got `int`"),
     ({"messages": [{"role": "system", "content": "x"}]}, "messages", "no user message"),
     ({"messages": [user(" ")]}, "messages[0]", "empty"),
@@ -118,9 +123,9 @@ CHAT = [
     ),
     ({"messages": ASKED, "ramify": {"limit": {}}}, "ramify.limit", "unknown field"),
     (
-        {"messages": ASKED, "ramify": {"limits": {"max_call": 1}}},
-        "ramify.limits.max_call",
-        "unknown field",
+        {"messages": ASKED, "ramify": {"limits": {"max_cots": 1}}},
+        "ramify.limits.max_cots",
+        "unknown field `max_cots` (ramify.limits): did you mean 'max_cost'? known: max_calls, ",
     ),
     (
         {"messages": ASKED, "ramify": {"limits": {"max_calls": 1001}}},
