@@ -49,6 +49,7 @@ ramify: no model is set. With an API key: OPENAI_API_KEY=… ramify ask --model 
 
 LOCAL_SANDBOXES = ("inprocess", "ipython", "jail", "process")
 """Sandboxes that can use the packages installed on this machine."""
+_JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object")
 _PATIENCE_S = 1.0
 """Seconds to wait for piped input before printing a notice."""
 
@@ -112,8 +113,9 @@ SETTINGS = (
     CliOptionSpec(
         "mount",
         list,
-        "file or folder that sessions may read, and its path in the sandbox; repeat for more",
-        "PATH:PLACE",
+        "file or folder that sessions may read, and its path in the sandbox, which is the same "
+        "unless given; repeat for more",
+        "PATH[:PLACE]",
     ),
     CliOptionSpec(
         "mcp",
@@ -720,6 +722,14 @@ def read_schema(given: str | None) -> dict[str, Any] | None:
     if not given:
         return None
     is_inline = given.lstrip().startswith("{")
+    if not is_inline and not os.path.exists(os.path.expanduser(given)):
+        from ramify.nearest_name import nearest_name
+
+        kind = nearest_name(given, _JSON_TYPES) or "integer"
+        raise ConfigError(
+            f"the answer's schema {given:.200} cannot be read: there is no such file; correct the "
+            f"""path, or give the schema itself, such as '{{"type": "{kind}"}}'"""
+        )
     schema = _decode_file(
         given.encode() if is_inline else _read(given, "the answer's schema"), given
     )

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, did_you_mean
 
 MAX_STEPS = 50_000
 """Number of steps that every check may take, about a second of work. ``STEPS_PER_NODE`` adds to
@@ -87,10 +87,7 @@ class JsonSchema:
         try:
             kind.check_schema(schema)
         except jsonschema.SchemaError as error:
-            where = "/".join(str(part) for part in error.absolute_path) or "its top"
-            raise ConfigError(
-                f"the JSON schema is not valid at {where}: {error.message[:500]}"
-            ) from None
+            raise ConfigError(f"the JSON schema is not valid {_schema_problem(error)}") from None
         # Nested too deeply, or a{99999999999} in a pattern.
         except (RecursionError, OverflowError) as error:
             raise ConfigError(
@@ -123,6 +120,23 @@ class JsonSchema:
         finally:
             _budget.reset(token)
         return None if problem is None else f"at {problem.json_path}: {problem.message[:500]}"
+
+
+def _schema_problem(error: Any) -> str:
+    """Return where a schema is wrong and why, with the known names if one is misspelled.
+
+    ``error`` is a ``jsonschema.SchemaError``. If none of several forms fits, such as a type or a
+    list of types, its ``context`` has the error of each.
+    """
+    why, open_ = str(error.message[:500]), [error]
+    while open_:
+        part = open_.pop()
+        if part.validator == "enum" and isinstance(part.instance, str):
+            given = part.instance[:80]
+            error, why = part, f"unknown {given!r}: {did_you_mean(given, part.validator_value)}"
+            break
+        open_ += part.context
+    return f"at {'/'.join(map(str, error.absolute_path)) or 'its top'}: {why}"
 
 
 def count_nodes(value: Any) -> int:

@@ -50,7 +50,7 @@ CASES = {
     "invalid schema": (
         [*MODEL, "q", "log.txt", "--answer-schema", '{"type": "integr"}'],
         2,
-        r"schema is not valid",
+        r"schema is not valid at type: unknown 'integr': did you mean 'integer'\? known: array, ",
     ),
     "schema that does not parse": (
         [*MODEL, "q", "--answer-schema", "{oops"],
@@ -66,6 +66,11 @@ CASES = {
         [*MODEL, "q", "--answer-schema", "no.json"],
         2,
         r"schema no.json cannot be read",
+    ),
+    "a type for a schema": (
+        [*MODEL, "q", "--answer-schema", "strin"],
+        2,
+        r"""no such file; correct the path, or give the schema itself, .* '\{"type": "string"\}'""",
     ),
     "limit of zero": ([*MODEL, "q", "--max-calls", "0"], 2, r"limit --max-calls=0 allows nothing"),
     "negative cost": (

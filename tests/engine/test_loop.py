@@ -206,9 +206,11 @@ def test_type_mismatch_of_answer_is_explained_to_the_model() -> None:
 def test_invalid_answer_type_is_refused_before_any_request() -> None:
     with rlm([]) as r:
         with pytest.raises(
-            ConfigError, match=r"JSON schema is not valid at type: 'int' is not valid"
+            ConfigError, match=r"JSON schema is not valid at type: unknown 'int': did you mean 'int"
         ):
             r.completion(TEXT, "?", answer_type={"type": "int"})
+        with pytest.raises(ConfigError, match=r"at properties/a/type/1: unknown 'nul': did you me"):
+            r.completion(TEXT, "?", answer_type={"properties": {"a": {"type": ["string", "nul"]}}})
         with pytest.raises(ConfigError, match="answer_type <object object"):
             r.completion(TEXT, "?", answer_type=object())
 
@@ -370,7 +372,7 @@ def test_direct_always_is_refused_for_what_only_a_session_can_do() -> None:
             "the tools or session setup that this question or its input needs, such as sql over a table",
         ),
         ({"branches": 2}, {}, "without branches or follow-up questions"),
-        ({}, {"direct": "allways"}, "direct is 'allways': give True, False or 'always'"),
+        ({}, {"direct": "allways"}, "direct='allways' is a str: give True or False or 'always'"),
     ):
         model = client([])
         with rlm(model, **options) as r, pytest.raises(ConfigError, match=message):
