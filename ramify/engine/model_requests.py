@@ -13,6 +13,7 @@ that it may have been. Limits and the budget ledger are defined in ``limits.py``
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.clients.base import Client, KnownPrefix, ReplyPiece, Request, Sampling, Tool
+from ramify.clients.providers import CLIENTS, is_scripted_model, is_self_hosted
 from ramify.engine import observation_messages, retool_protocol
-from ramify.engine.limits import BudgetAmount, BudgetLedger, BudgetReservation, Limits
+from ramify.engine.limits import (
+    DEFAULT_MAX_COST,
+    BudgetAmount,
+    BudgetLedger,
+    BudgetReservation,
+    Limits,
+)
 from ramify.engine.live_reply_writer import join_pieces
 from ramify.engine.reply_token_limits import ReplyTokenLimits
 from ramify.engine.run_ending import RunStopper, closing_error
@@ -35,6 +43,7 @@ from ramify.errors import (
     is_fixable_by_user,
 )
 from ramify.format_quantities import format_plain_number
+from ramify.logging import ComponentLogger
 from ramify.progress import report_reply_text
 from ramify.types.event import SENT_AGAIN, ReplyReceived, RequestAttemptFailed, RequestStarted
 from ramify.types.message import Message, Reply, Usage, escape_message_surrogates, escape_surrogates
@@ -49,6 +58,7 @@ if TYPE_CHECKING:
     from ramify.store.recorded_replies import RunEventIndex
 
 
+_log = ComponentLogger("engine")
 _LEAST_REPLY_TOKENS = 512
 """Minimum tokens of a reply in a session. A shorter one is of no use."""
 _BYTES_PER_TOKEN = 4
@@ -717,12 +727,27 @@ def filtered_reply_error(model: str, reply: Reply) -> ReplyFiltered:
 def check_prices_known(limits: Limits, clients: Sequence[Client]) -> None:
     """Raise ConfigError if a cost limit is set but some model has no known price.
 
-    The limit could not be enforced.
+    The limit could not be enforced. If only the default limit would apply, log a warning instead.
     """
     unpriced = [client.name for client in clients if client.price is None]
+    if limits.max_cost is None:
+        for name in unpriced:
+            _warn_that_cost_is_unlimited(name)
     if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:
         raise ConfigError(
             f"a limit of ${format_plain_number(limits.max_cost, 6)} cannot be enforced: "
             f"{', '.join(unpriced)} "
             "has no known price; add it to a price file (RAMIFY_PRICES) or omit max_cost"
+        )
+
+
+@functools.lru_cache(maxsize=1024)  # one warning for each model in a process
+def _warn_that_cost_is_unlimited(name: str) -> None:
+    if name.partition(":")[0] in CLIENTS and not (is_self_hosted(name) or is_scripted_model(name)):
+        _log.warning(
+            "no_price",
+            f"{name} has no known price, so the default limit of "
+            f"${format_plain_number(DEFAULT_MAX_COST, 6)} does not apply to it: correct its name, "
+            "add its price to a price file (RAMIFY_PRICES), or limit its tokens",
+            model=name,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify import RLM, Limits, Stop
+from ramify import RLM, Limits, Model, Stop
 from ramify.clients.base import Price
 from ramify.errors import ConfigError
 from ramify.testing.scripted_client import ScriptedClient, dropped, no_usage
@@ -174,6 +175,30 @@ def test_a_cost_limit_without_a_price_is_refused() -> None:
         pytest.raises(ConfigError, match="scripted:test has no known price"),
     ):
         r.completion("text", "?")
+
+
+def test_a_model_without_a_price_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        return [each.getMessage() for each in caplog.records if each.event == "no_price"]  # type: ignore[attr-defined]
+
+    async def ask(model: Any, **limits: Any) -> None:
+        async with RLM(model, limits=Limits(**limits)) as r:
+            await r.acompletion("text", "?")
+
+    async def main() -> None:
+        async with ScriptedServer(lambda messages: "yes") as server:
+            name = f"openai:gpt-5-minni@{server.url}"
+            await ask(ScriptedClient(["yes"]))
+            await ask(f"vllm:served@{server.url}")
+            await ask(Model(name, price="$1 in, $2 out per million tokens"))
+            await ask(name, max_cost=math.inf)
+            assert warnings() == []
+            await ask(name)
+            await ask(name)
+            (text,) = warnings()
+            assert text.startswith(f"{name} has no known price, so the default limit of $5 does")
+
+    asyncio.run(main())
 
 
 # --- events and cancellation
