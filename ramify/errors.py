@@ -35,14 +35,16 @@ that a person can fix (see ``is_fixable_by_user``) suspends a stored run.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 
+from ramify.argument_types import first_mismatch
 from ramify.nearest_name import nearest_name
 from ramify.terminal_sanitizer import replace_unprintable, strip_control_characters
 
@@ -414,14 +416,16 @@ else:
 
 
 class StrictKeywordsMeta(StructMeta):
-    """Metaclass that rejects unknown keyword arguments of structs that users create, such as
-    ``Sampling``.
+    """Metaclass that rejects wrong arguments of structs that users create, such as ``Sampling``.
 
     An unknown field raises an error with the nearest known name, as in ``unknown keyword
-    'temprature' of Sampling: did you mean 'temperature'?``
+    'temprature' of Sampling: did you mean 'temperature'?`` A value that does not have the field's
+    annotated type raises one that says what to give.
     """
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
+        given = {**dict(zip(cls.__struct_fields__, args, strict=False)), **fields}
+        check_types(cls, given, cls.__name__)
         try:
             return super().__call__(*args, **fields)
         except TypeError:
@@ -440,6 +444,52 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
             raise ConfigError(
                 f"unknown keyword '{keyword}' of {owner}: {did_you_mean(keyword, names)}"
             )
+
+
+def check_types(owner: Any, given: Mapping[str, Any], name: str = "") -> None:
+    """Raise ConfigError if a given value does not have the type that its name is annotated with.
+
+    ``owner`` is the class or function that has the annotations. The message begins with ``name``.
+    """
+    wrong = first_mismatch(owner, given.items())
+    if wrong is None:
+        return
+    where = f"{name}: " if name else ""
+    if wrong.choices:
+        advice = did_you_mean(wrong.value, wrong.choices)
+        raise ConfigError(f"{where}unknown {wrong.place} {wrong.value!r:.80}: {advice}")
+    raise ConfigError(f"{where}{wrong}")
+
+
+_Parameters = ParamSpec("_Parameters")
+_Returned = TypeVar("_Returned")
+
+
+def with_checked_options(
+    function: Callable[_Parameters, _Returned],
+) -> Callable[_Parameters, _Returned]:
+    """Return a function that raises ConfigError if an option is unknown, has a wrong type, or is
+    given by position.
+
+    The options of a function are its keyword-only parameters.
+    """
+    options = tuple(function.__kwdefaults__ or ())
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+
+    @functools.wraps(function)
+    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Returned:
+        if len(args) > len(names):
+            raise ConfigError(
+                f"{function.__name__} was given {len(args)} values without a keyword, and takes "
+                f"{len(names)} ({', '.join(names)}): give several of one kind as a list, and "
+                f"options by name, such as {options[0]}=…"
+            )
+        check_keywords(function.__name__, kwargs, [*names, *options])
+        given = {name: kwargs[name] for name in options if name in kwargs}
+        check_types(function, given, function.__name__)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def user_line_of_error(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import msgspec
 
 from ramify.engine.answer_serialization import to_jsonable
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, StrictKeywordsMeta
 
 if TYPE_CHECKING:
     from ramify.engine.live_call import LiveCall
@@ -87,7 +87,7 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
     return choose
 
 
-class BestOfBranches(msgspec.Struct, frozen=True):
+class BestOfBranches(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True):
     """A search that samples several continuations of one given turn, and chooses one answer.
 
     The choice is a majority vote unless another function is given.

@@ -93,8 +93,6 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | None):
-                raise ConfigError(f"limit {name}={value!r:.80} is not a number: give one")
             low = 0 if name in _MAY_BE_ZERO else 1 if isinstance(value, int) else math.ulp(0.0)
             if value is not None and not value >= low:
                 remedy = (

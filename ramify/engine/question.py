@@ -21,7 +21,7 @@ import msgspec
 from ramify.clients.base import Client, Sampling
 from ramify.clients.model_config import Model
 from ramify.engine import observation_messages
-from ramify.engine.answer_strategies import MODES, Mode, Strategy
+from ramify.engine.answer_strategies import Mode, Strategy
 from ramify.engine.branch_search import BranchSearch
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.prompt_scaffold import Scaffold
@@ -29,7 +29,7 @@ from ramify.engine.prompt_text import PromptExample, parse_prompt_examples
 from ramify.engine.run_pictures import PictureSource
 from ramify.engine.tool_set import optional_tool_names
 from ramify.engine.typed_answers import CITE_INSTRUCTION, AnswerSchema, cited_type, to_answer_schema
-from ramify.errors import ConfigError, StrictKeywordsMeta, did_you_mean
+from ramify.errors import ConfigError, StrictKeywordsMeta, check_types, did_you_mean
 from ramify.logging import calling_line, warn_at
 from ramify.nearest_name import nearest_name
 from ramify.sandbox.base import JailSpec, Session, SharedContextValue, Table
@@ -158,23 +158,11 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
         for name in changes:
             if name not in self.__struct_fields__:
                 raise ConfigError(f"unknown option '{name}': {_place_of(name, more)}")
+        check_types(RunOptions, changes)
         given = {} if options is None else _set_fields(options)
         updated = msgspec.structs.replace(self, **{**given, **changes})
-        _check_kinds(updated)
+        _check_combination(updated)
         return updated
-
-
-_KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("limits", lambda value: isinstance(value, Limits), "a ramify.Limits(…)"),
-    ("sampling", lambda value: isinstance(value, Sampling), "a ramify.Sampling(…)"),
-    ("on_event", callable, "a function of an event"),
-    ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
-    ("strategy", callable, "a strategy, such as a ramify.plans.PlanStrategy(…)"),
-    ("instructions", lambda value: isinstance(value, str), "a text"),
-    ("mode", lambda value: isinstance(value, str), "a mode: auto, free, plan or direct"),
-    ("budget", lambda value: isinstance(value, BudgetLedger), "the Ledger of several runs"),
-)
-"""Options, each with a check of its type and the allowed types in words."""
 
 
 def _place_of(name: str, more: Iterable[str]) -> str:
@@ -196,33 +184,15 @@ def _place_of(name: str, more: Iterable[str]) -> str:
     return f"{what}{'it belongs to a model: ' * (close in _OF_A_MODEL)}give {places[close]}"
 
 
-def _check_kinds(options: RunOptions) -> None:
-    """Raise ConfigError if an option has a value of the wrong type or contradicts another
-    option."""
-    for name, is_right, needed in _KINDS:
-        value = getattr(options, name)
-        if value is not None and not is_right(value):
-            raise ConfigError(f"{name} is a {type(value).__name__}: give {needed}")
+def _check_combination(options: RunOptions) -> None:
+    """Raise ConfigError if an example is invalid, or if an option contradicts another one."""
     parse_prompt_examples(options.examples)
-    for name in ("cite", "cache", "retry_empty"):
-        value = getattr(options, name)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} is a {type(value).__name__}: give True or False")
-    if not isinstance(options.direct, bool) and options.direct != ALWAYS:
-        raise ConfigError(f"direct is {options.direct!r:.40}: give True, False or 'always'")
     if options.mode is not None:
-        if options.mode not in MODES:
-            raise ConfigError(f"unknown mode '{options.mode}': {did_you_mean(options.mode, MODES)}")
         other = "strategy" if options.strategy is not None else "direct"
         if options.strategy is not None or options.direct is not True:
             raise ConfigError(
                 f"mode='{options.mode}' and {other} set the same thing: give only one"
             )
-    if options.sampling is not None:
-        try:
-            msgspec.convert(msgspec.to_builtins(options.sampling), Sampling)
-        except (msgspec.ValidationError, TypeError) as error:
-            raise ConfigError(f"sampling: {error}".replace("`", "")) from None
 
 
 class RlmKeywordOptions(TypedDict, total=False):

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from ramify.errors import SourceError
+from ramify.errors import SourceError, with_checked_options
 from ramify.nearest_name import nearest_name
 from ramify.progress import track_progress
 from ramify.sources.database_urls import is_database_url, without_password
@@ -59,6 +59,7 @@ _BLOCK_BYTES = 1 << 20
 _MANY = 3
 
 
+@with_checked_options
 def load(
     paths: Sequence[str | Path],
     *,

@@ -65,8 +65,8 @@ def test_documented_defaults() -> None:
 @pytest.mark.parametrize(
     ("given_limits", "error"),
     [
-        ({"max_turns": True}, "limit max_turns=True is not a number: give one"),
-        ({"max_cost": "5"}, "limit max_cost='5' is not a number: give one"),
+        ({"max_turns": True}, "Limits: max_turns=True is a bool: give a whole number"),
+        ({"max_cost": "5"}, "Limits: max_cost='5' is a str: give a number"),
         ({"max_turn": 5}, "unknown keyword 'max_turn' of Limits: did you mean 'max_turns'"),
         ({"max_seconds": 0.0}, "limit max_seconds=0.0 allows nothing: give a positive number"),
         ({"max_seconds": math.nan}, "limit max_seconds=nan allows nothing"),

@@ -7,7 +7,21 @@ from typing import Any
 
 import pytest
 
-from ramify import RLM, Limits, Sampling, ScriptedClient, Store
+from ramify import (
+    RLM,
+    BestOfBranches,
+    DepthOptions,
+    JailSpec,
+    Limits,
+    Price,
+    RunOptions,
+    Sampling,
+    SandboxSpec,
+    Scaffold,
+    ScriptedClient,
+    Store,
+    load,
+)
 from ramify.errors import ConfigError
 
 
@@ -55,15 +69,12 @@ def test_invalid_constructor_argument_is_refused(
     ("option", "value", "message"),
     [
         ("limits", {"max_turns": 3}, "limits is a dict: give a ramify.Limits(…)"),
-        ("sampling", 0.5, "sampling is a float: give a ramify.Sampling(…)"),
-        (
-            "sampling",
-            Sampling(temperature="hot"),  # type: ignore[arg-type]
-            "sampling: Expected float | null, got str - at $.temperature",
-        ),
-        ("on_event", 5, "on_event is a int: give a function of an event"),
-        ("metadata", 5, "metadata is a int: give a dict"),
-        ("cite", "yes", "cite is a str: give True or False"),
+        ("sampling", 0.5, "sampling=0.5 is a float: give a ramify.Sampling(…)"),
+        ("on_event", 5, "on_event=5 is a int: give a function"),
+        ("metadata", 5, "metadata=5 is a int: give a dict"),
+        ("cite", "yes", "cite='yes' is a str: give True or False"),
+        ("direct", "alwys", "direct='alwys' is a str: give True or False or 'always'"),
+        ("sub_model", ["a:b", 3], "sub_model[1]=3 is a int: give a text or a Model or a Client"),
         ("query", 5, "the question is a int: give a text"),
     ],
 )
@@ -74,9 +85,59 @@ def test_option_of_wrong_type_is_refused(option: str, value: Any, message: str) 
     assert str(caught.value) == message
 
 
-def test_non_numeric_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^limit max_turns='3' is not a number: give one$"):
-        Limits(max_turns="3")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (Limits, {"max_turns": "3"}, "max_turns='3' is a str: give a whole number"),
+        (Limits, {"max_turns": 2.5}, "max_turns=2.5 is a float: give a whole number"),
+        (Limits, {"max_seconds": True}, "max_seconds=True is a bool: give a number"),
+        (Limits, {"max_turns": None}, "max_turns is None: give a whole number"),
+        (Sampling, {"temperature": "hot"}, "temperature='hot' is a str: give a number"),
+        (Sampling, {"stop": "END"}, "stop='END' is a str: give a list"),
+        (RunOptions, {"limits": {}}, "limits is a dict: give a ramify.Limits(…)"),
+        (RunOptions, {"mode": "plna"}, "unknown mode 'plna': did you mean 'plan'? known: auto, "),
+        (BestOfBranches, {"num": "4"}, "num='4' is a str: give a whole number"),
+        (Scaffold, {"protocol": "retol"}, "unknown protocol 'retol': did you mean 'retool'? "),
+        (DepthOptions, {"tools": ["a", 3]}, "tools[1]=3 is a int: give a text"),
+        (Price, {"input": "$1", "output": 2}, "input='$1' is a str: give a number"),
+        (SandboxSpec, {"memory_bytes": "2GB"}, "memory_bytes='2GB' is a str: give a whole number"),
+        (SandboxSpec, {"cell_s": "x"}, "cell_s='x' is a str: give a number"),
+        (SandboxSpec, {"provider": 3}, "provider=3 is a int: give a text"),
+        (JailSpec, {"mounts": {"/p": "/data"}}, "mounts is a dict: give a list"),
+        (JailSpec, {"mounts": ["/p:/d"]}, "mounts[0]='/p:/d' is a str: give a tuple (a text, a t"),
+        (JailSpec, {"mounts": [("/p", "/d"), ("/q",)]}, "mounts[1] is a tuple: give a tuple (a t"),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_refused_when_it_is_given(
+    kind: Any, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(**fields)
+    assert str(caught.value).startswith(f"{kind.__name__}: {message}")
+
+
+def test_lists_and_whole_numbers_fit_where_tuples_and_floats_are_expected() -> None:
+    assert SandboxSpec("process", packages=["numpy"], cell_s=3).cell_s == 3  # type: ignore[arg-type]
+    assert JailSpec(mounts=[["/p", "/d"]]).mounts == (("/p", "/d"),)  # type: ignore[arg-type,list-item]
+    assert Sampling(stop=["a"], temperature=0, extra={"n": 1}).temperature == 0  # type: ignore[arg-type]
+    assert RunOptions(sub_model=["a:b", ScriptedClient([])], on_event=print).on_event is print
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (["logs"], {"max_bytes": "1GB"}, "load: max_bytes='1GB' is a str: give a whole number"),
+        (["logs"], {"strict": "yes"}, "load: strict='yes' is a str: give True or False"),
+        (["logs"], {"stict": True}, "unknown keyword 'stict' of load: did you mean 'strict'? "),
+        (["a", "b"], {}, "load was given 2 values without a keyword, and takes 1 (paths): give "),
+    ],
+)
+def test_a_wrong_argument_of_load_is_refused(
+    given: list[str], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*given, **options)
+    assert str(caught.value).startswith(message)
 
 
 def test_script_given_as_a_string_is_refused() -> None:

@@ -105,7 +105,7 @@ def test_a_mode_can_be_asked_for() -> None:
     ("options", "message"),
     [
         ({"mode": "plans"}, "unknown mode 'plans': did you mean 'plan'"),
-        ({"mode": 3}, "mode is a int: give a mode"),
+        ({"mode": 3}, "mode=3 is a int: give 'auto' or 'free'"),
         ({"mode": "plan", "direct": False}, "mode='plan' and direct set the same thing"),
         ({"mode": "auto", "strategy": reply}, "mode='auto' and strategy set the same thing"),
         ({"mode": "plan", "cite": True}, "a strategy cannot be combined with citations"),
