@@ -750,4 +750,5 @@ def _warn_that_cost_is_unlimited(name: str) -> None:
             f"${format_plain_number(DEFAULT_MAX_COST, 6)} does not apply to it: correct its name, "
             "add its price to a price file (RAMIFY_PRICES), or limit its tokens",
             model=name,
+            shown=True,
         )

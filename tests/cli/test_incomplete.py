@@ -28,13 +28,21 @@ def ask(shell: Shell, script: list[Any], *arguments: str) -> Done:
     return asyncio.run(main())
 
 
+def said(done: Done) -> list[str]:
+    """What a command wrote to stderr, without the warning that its model has no known price.
+
+    The warning is there once for each address, and a port may come again.
+    """
+    return [line for line in done.err.splitlines() if "has no known price, so the" not in line]
+
+
 def reply_with_finish(text: str, finish: Any) -> Reply:
     return Reply(Message("assistant", text), finish=finish)
 
 
 def test_truncated_answer_is_printed_and_exits_with_code_3(shell: Shell) -> None:
     done = ask(shell, ["A long story " * 100], "tell me", "--max-reply-tokens", "6")
-    why, summary = done.err.splitlines()
+    why, summary = said(done)
     assert (done.code, done.out) == (3, ("A long story " * 2)[:24] + "\n")
     assert "openai:m" in why
     assert why.endswith(
@@ -73,7 +81,7 @@ def test_truncated_answer_does_not_satisfy_a_schema(shell: Shell) -> None:
 def test_reason_for_missing_answer_is_printed_once(shell: Shell, reply: Reply, why: str) -> None:
     shell.write("log.txt", "abc")
     done = ask(shell, [reply] * 9, "how long?", "log.txt", "--no-direct")
-    _, error, summary = done.err.splitlines()
+    _, error, summary = said(done)
     assert (done.code, done.out) == (4, "")
     assert error.startswith("ramify: no answer: ")
     assert why in error
@@ -123,7 +131,7 @@ def test_failed_run_can_be_continued_with_another_model(shell: Shell) -> None:
 def test_content_filtered_answer_is_an_error(shell: Shell, text: str) -> None:
     done = ask(shell, [reply_with_finish(text, "content_filter")], "tell me")
     assert (done.code, done.out) == (1, "")
-    assert "a content filter stopped the reply (content_filter)" in done.err.splitlines()[0]
+    assert "a content filter stopped the reply (content_filter)" in said(done)[0]
 
 
 def test_run_suspended_by_connection_failure_can_be_resumed(shell: Shell) -> None:
@@ -140,8 +148,7 @@ def test_run_suspended_by_connection_failure_can_be_resumed(shell: Shell) -> Non
     failed, resumed = asyncio.run(main())
     assert (failed.code, failed.out) == (5, "")
     # The wait before a second attempt is random; a short one fits within the patience.
-    said = [line for line in failed.err.splitlines() if not line.startswith("waiting: ")]
-    suspended, total = said
+    suspended, total = [line for line in said(failed) if not line.startswith("waiting: ")]
     assert re.fullmatch(
         r"ramify: suspended after [\d.]+ m?s: openai:m@.*: cannot reach .* \(connection refused\); "
         r"continue with: ramify ask --resume \S+-how",
@@ -149,3 +156,9 @@ def test_run_suspended_by_connection_failure_can_be_resumed(shell: Shell) -> Non
     )
     assert total.startswith("suspended · ")
     assert (resumed.code, resumed.out) == (0, "fine\n")
+
+
+def test_a_model_without_a_price_is_warned_about_before_it_is_asked(shell: Shell) -> None:
+    model = ("-m", "openai:gpt-5-minni@http://127.0.0.1:9/v1", "--patience", "0.1")
+    warning, *_ = shell.run("ask", *model, "how?").err.splitlines()
+    assert warning.startswith("openai:gpt-5-minni@http://127.0.0.1:9/v1 has no known price, so the")

@@ -105,7 +105,7 @@ def test_rlm_can_branch_by_default() -> None:
             {"branches": 2, "search": BestOfBranches(2)},
             "branches is 2: a search was given too: give only one of them",
         ),
-        ({"search": "best"}, "search is 'best': give a number of continuations"),
+        ({"search": "best"}, "search='best' is a str: give a BranchSearch or a whole number"),
     ],
 )
 def test_invalid_search_is_refused(options: dict[str, Any], problem: str) -> None:
