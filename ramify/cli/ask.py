@@ -80,7 +80,9 @@ SETTINGS = (
         "maximum hidden reasoning tokens per reply, on top of --max-reply-tokens",
     ),
     CliOptionSpec("max_concurrency", int, "maximum concurrent model requests (default: 64)"),
-    CliOptionSpec("patience", float, "seconds to keep retrying a failing model (default: 600)"),
+    CliOptionSpec(
+        "patience", float, "seconds to keep retrying a failing model; 0: not at all (default: 600)"
+    ),
     CliOptionSpec(
         "branches",
         int,
@@ -441,7 +443,7 @@ def _ask(
     schema = read_schema(answer_schema)
     with connect_mcp_tools(settings) as tools:
         rlm = make_rlm(settings, spec, open_store(settings), tools)
-        check_api_keys(settings)
+        check_models_ready(settings)
         note_offline_models(settings, screen.notes)
         loaded = load_sources(paths, screen.notes, settings)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
@@ -631,20 +633,26 @@ def _is_free(settings: Mapping[str, Any]) -> bool:
     return not named_models().keys() & {*models} and all(table.price(m) == FREE for m in models)
 
 
-def check_api_keys(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a model has no API key or a scripted model's script cannot be read.
+def check_models_ready(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a model cannot be asked, so that a command need not begin.
 
-    Call this before sources are loaded, which may take long.
+    It may have no API key or no known price, its script may be unreadable, or its server on this
+    machine may not be running. If ``patience`` is set, servers are not checked, since the run waits for them.
     """
     from ramify.clients.model_config import Model, check_api_key_exists
     from ramify.clients.providers import CLIENTS, is_scripted_model
 
     named = named_models()
-    for name in _model_names(settings):
-        model = named.get(name) or Model(name)
+    models = [named.get(name) or Model(name) for name in _model_names(settings)]
+    for model in models:
         check_api_key_exists(model)
         if is_scripted_model(model.name):  # its file may be missing or wrong
             CLIENTS.resolve(model.provider)(model.name)
+    check_prices_known(settings, settings.get("max_cost"))
+    if settings.get("patience") is None:
+        from ramify.cli.local_model_servers import check_local_servers
+
+        check_local_servers(models)
 
 
 def note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter) -> None:

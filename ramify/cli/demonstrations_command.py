@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ramify.cli.ask import (
     OF_SOURCES,
     SETTINGS,
-    check_api_keys,
+    check_models_ready,
     check_prices_known,
     connect_mcp_tools,
     make_message_writer,
@@ -111,7 +111,7 @@ def collect_demonstrations(
     from ramify.tasks.base import items_of
 
     _check_is_bounded(settings, max_cost)
-    check_api_keys(settings)
+    check_models_ready(settings)
     plan = _plan(words, settings, num, attempts, seed)
     with ProgressDisplay(notes, choose_display_form(settings.get("progress"), notes)) as screen:
         task = open_task(plan)

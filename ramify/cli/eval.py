@@ -27,7 +27,7 @@ from ramify.cli.ask import (
     NO_MODEL,
     OF_SOURCES,
     SETTINGS,
-    check_api_keys,
+    check_models_ready,
     check_prices_known,
     connect_mcp_tools,
     make_message_writer,
@@ -218,7 +218,7 @@ def evaluate(
     ):
         if not is_matrix:
             if resume is None:
-                check_api_keys(settings)
+                check_models_ready(settings)
                 note_offline_models(settings, notes)
             return _Command(settings, screen, k, against, concurrency, track or []).run(
                 words, resume, plan_options

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ramify.cli.terminal_text import format_size
+from ramify.cli.terminal_text import format_size, replace_fields_with_options
 from ramify.format_quantities import pluralize
 from ramify.sources.loaded_sources import LoadedContext, LoadedSourceInfo
 from ramify.terminal_sanitizer import strip_control_characters
@@ -32,8 +32,9 @@ def source_table(loaded: LoadedContext) -> list[str]:
     A single source takes one line without a header.
     """
     items = loaded.items
+    warnings = map(replace_fields_with_options, loaded.warnings())
     if len(items) == 1:
-        return loaded.describe()
+        return [*loaded.describe_items(), *warnings]
     if len(items) <= MAX_ROWS:
         rows = [_row(item) for item in items]
     else:
@@ -50,14 +51,14 @@ def source_table(loaded: LoadedContext) -> list[str]:
         if others:
             rows.append(_total_cells(f"{len(others):,} others", "", others))
         rows.append(_total_cells(f"{len(items):,} sources", "", items))
-    return [*_align_columns([_HEAD, *rows]), *loaded.warnings()]
+    return [*_align_columns([_HEAD, *rows]), *warnings]
 
 
 def _row(item: LoadedSourceInfo) -> tuple[str, ...]:
     name = (
         item.name if len(item.name) <= _MAX_NAME_CHARS else f"…{item.name[1 - _MAX_NAME_CHARS :]}"
     )
-    contents = item.detail or pluralize(item.chars, "character")
+    contents = item.contents or pluralize(item.chars, "character")
     return name, item.kind, format_size(item.num_bytes), contents
 
 

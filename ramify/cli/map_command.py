@@ -28,8 +28,8 @@ from ramify.cli.ask import (
     NOT_OF_MODE,
     OF_SOURCES,
     SETTINGS,
-    check_api_keys,
     check_mode,
+    check_models_ready,
     connect_mcp_tools,
     make_message_writer,
     make_rlm,
@@ -193,7 +193,7 @@ def run(
         if result is None:
             return code
         return _report(result, notes, as_json=bool(settings.get("json")), stopped_by=code)
-    check_api_keys(row_settings)
+    check_models_ready(row_settings)
     note_offline_models(settings, notes)
     source = open_paths(paths, table)
     with (

@@ -22,7 +22,7 @@ from ramify.cli.ask import (
     NO_MODEL,
     NOT_OF_MODE,
     SETTINGS,
-    check_api_keys,
+    check_models_ready,
     load_sources,
     make_message_writer,
     make_rlm,
@@ -124,7 +124,7 @@ def run(
     settings = {**settings, "branches": 1}
     rlm = make_rlm(settings, sandbox_spec({}), open_store(settings))
     if yes:
-        check_api_keys(settings)
+        check_models_ready(settings)
     loaded = load_sources(paths, notes, settings)
     if loaded is None:
         raise UsageError("no context: ramify plan QUESTION PATH…, or a pipe")

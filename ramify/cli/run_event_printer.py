@@ -75,7 +75,7 @@ class RunEventPrinter:
         elif isinstance(event, NoteAdded) and RETRYING in event.text:
             self._num_retries += 1
             if self._num_retries == 2:
-                self._notes.say(f"waiting: {event.text}")
+                self._notes.say(f"waiting: {event.text}; --patience sets for how long")
 
     def _say_step(self, event: AnyEvent) -> None:
         """Print one line that describes an event of the run.

@@ -31,6 +31,7 @@ from ramify.clients.providers import (
     IN_PROCESS,
     PROVIDERS,
     ModelProviderSpec,
+    ResolvedEndpoint,
     missing_key_error,
     resolve_endpoint,
     split_model_url,
@@ -232,18 +233,32 @@ class Model:
         raise TypeError("a Model may hold a key, so it cannot be pickled: give its name")
 
 
+def endpoint_of(model: Model) -> ResolvedEndpoint | None:
+    """Return where requests to a model of a known provider go, or None for other providers.
+
+    Raises ConfigError if its API key is missing or its URL is wrong.
+    """
+    if model.provider not in PROVIDERS:
+        return None
+    key, headers, environ = model.secrets()
+    return resolve_endpoint(
+        model.name, key=key, base_url=model.base_url, headers=headers, environ=environ
+    )
+
+
 def check_api_key_exists(model: Model) -> None:
     """Raise ConfigError if a model lacks an API key that its provider needs, or its URL is wrong.
 
     Call this before anything slow begins. LiteLLM and providers from other packages find keys
     themselves, and are not checked.
     """
-    key, headers, environ = model.secrets()
-    if model.provider in PROVIDERS:
-        resolve_endpoint(
-            model.name, key=key, base_url=model.base_url, headers=headers, environ=environ
-        )
-    elif model.provider == "anthropic" and not key and not any(map(environ.get, ANTHROPIC_KEYS)):
+    key, _, environ = model.secrets()
+    if (
+        endpoint_of(model) is None
+        and model.provider == "anthropic"
+        and not key
+        and not any(map(environ.get, ANTHROPIC_KEYS))
+    ):
         raise missing_key_error(model.name, ANTHROPIC_KEYS[0])
 
 

@@ -197,7 +197,7 @@ class DirectModelCaller:
         LimitReached.
         """
         reply = await self._pool.ask(
-            self.client, request, account, patience_s=self.setup.limits.patience_s
+            self.client, request, account, patience_s=self.setup.limits.retry_patience_s()
         )
         return prepare_reply_for_record(reply, self.setup.scaffold.stop, account.most())
 

@@ -41,8 +41,9 @@ from ramify.types.trajectory import Stop
 DEFAULT_MAX_COST = 5.0
 """Default limit in dollars on the cost of a question, if any model has a price."""
 
-
-_MAY_BE_ZERO = ("max_depth", "max_reasoning_tokens")
+_NO_PATIENCE_S = 1e-9
+"""Patience that ends with the first failure."""
+_MAY_BE_ZERO = ("max_depth", "max_reasoning_tokens", "patience_s")
 
 
 _WRAP_UP_S = 10.0
@@ -85,7 +86,7 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
     a model known to reason (less if its window or the budget is small), else 0."""
     patience_s: float = 600.0
     """Seconds for which a request is retried after refused connections, rate limits, 5xx, or web
-    pages instead of replies. Retries never go past ``max_seconds``."""
+    pages instead of replies. 0: not retried. Retries never go past ``max_seconds``."""
     stall_s: float = 30.0
     """Seconds for which code may block the run's event loop after ``max_seconds`` has passed. The
     run is then suspended from another thread."""
@@ -119,15 +120,18 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
         """
         return min(self.max_reply_tokens, 4096)
 
-    def retry_patience_s(self, last_word: Stop | None) -> float:
-        """Return for how many seconds a failing request is retried.
+    def retry_patience_s(self, last_word: Stop | None = None) -> float:
+        """Return for how many seconds a failing request is retried, which is never 0.
+
+        For clients, 0 means that attempts are counted instead.
 
         The time is short for the final request after the user asked the run to finish, because the
         user is waiting. ``last_word`` is the reason for the final request, or None for other
         requests.
         """
         is_awaited = last_word is Stop.CANCELLED
-        return min(self.patience_s, _WRAP_UP_S) if is_awaited else self.patience_s
+        patience_s = self.patience_s or _NO_PATIENCE_S
+        return min(patience_s, _WRAP_UP_S) if is_awaited else patience_s
 
 
 class BudgetAmount(NamedTuple):

@@ -241,7 +241,10 @@ class ToolSet:
             raise HostCallError("NameError", observation_messages.NO_TOOL.format(name=name))
         result, error = await _execute_tool(tool, args, kwargs)
         if error is not None:
-            raise HostCallError(type(error).__name__, f"{name}: {_text_of(error)}") from error
+            text = _text_of(error)
+            # The tools of sources, such as sql, name themselves.
+            text = text if text.startswith(f"{name}: ") else f"{name}: {text}"
+            raise HostCallError(type(error).__name__, text) from error
         return result
 
 

@@ -275,9 +275,8 @@ class _Tables:
                     )
                 ]
         else:
-            book = _open_workbook(given.path)
-            names = [sheet.title for sheet in book.worksheets]
-            book.close()
+            with _open_workbook(given.path) as book:
+                names = [sheet.title for sheet in book.worksheets]
         return [
             msgspec.structs.replace(given, name=f"table_{number}", member=name)
             for number, name in enumerate(names)
@@ -588,20 +587,28 @@ def _sqlite_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[li
     return kinds, names, batches()
 
 
-def _open_workbook(path: str, *, with_formulas: bool = False) -> Any:
+@contextlib.contextmanager
+def _open_workbook(path: str, *, with_formulas: bool = False) -> Iterator[Any]:
     import warnings
 
     import openpyxl
 
     warnings.simplefilter("ignore")  # openpyxl warns of what it does not keep
-    try:
-        return openpyxl.load_workbook(
-            path, read_only=True, data_only=not with_formulas, keep_links=False
-        )
-    except MemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 -- a damaged workbook raises anything
-        raise ValueError(_one_line(error) or type(error).__name__) from None
+    with contextlib.ExitStack() as stack:
+        try:
+            # Given a path, openpyxl would refuse a name without the ending .xlsx.
+            book = openpyxl.load_workbook(
+                stack.enter_context(open(path, "rb")),
+                read_only=True,
+                data_only=not with_formulas,
+                keep_links=False,
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 -- a damaged workbook raises anything
+            raise ValueError(_one_line(error) or type(error).__name__) from None
+        stack.callback(book.close)
+        yield book
 
 
 def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tuple[Any, ...]]:
@@ -609,19 +616,17 @@ def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tupl
 
     Empty rows are skipped.
     """
-    book = _open_workbook(each.path, with_formulas=with_formulas)
-    try:
-        sheet = book[each.member]
-        sheet.reset_dimensions()  # what the file says about its size may be wrong
-        for row in sheet.iter_rows(values_only=True):
-            if any(value is not None for value in row):
-                yield row
-    except (ValueError, MemoryError, GeneratorExit):
-        raise
-    except Exception as error:  # noqa: BLE001 -- a damaged sheet raises anything
-        raise ValueError(_one_line(error) or type(error).__name__) from None
-    finally:
-        book.close()
+    with _open_workbook(each.path, with_formulas=with_formulas) as book:
+        try:
+            sheet = book[each.member]
+            sheet.reset_dimensions()  # what the file says about its size may be wrong
+            for row in sheet.iter_rows(values_only=True):
+                if any(value is not None for value in row):
+                    yield row
+        except (ValueError, MemoryError, GeneratorExit):
+            raise
+        except Exception as error:  # noqa: BLE001 -- a damaged sheet raises anything
+            raise ValueError(_one_line(error) or type(error).__name__) from None
 
 
 def _sheet_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:

@@ -31,6 +31,7 @@ from ramify.sources.database_urls import is_database_url, without_password
 from ramify.sources.file_kinds import InputFile, read_file, read_regular
 from ramify.sources.loaded_sources import (
     MAX_FILE_S,
+    MORE,
     LoadedContext,
     LoadedSourceInfo,
     SourceCollector,
@@ -424,8 +425,14 @@ def _why_empty(loading: SourceCollector, single: bool) -> str:
     if single and loading.items:
         return "is empty: name something that has text in it"
     reasons = [str(problem) for problem in loading.problems[:_MANY]]
+    is_too_large = any(reason.endswith(MORE) for reason in reasons)
+    reasons = [reason.removesuffix(f": {MORE}") for reason in reasons]
+    if num_more := len(loading.problems) - len(reasons):
+        reasons.append(f"and {num_more:,} more")
     reasons += [f"{len(names)} left out, {reason}" for reason, names in loading.left_out.items()]
     why = "; ".join(reasons) or "no files, or only empty ones"
+    if is_too_large:
+        return f"has no text that fits the limits ({why}): {MORE}"
     return f"has no text to read ({why}): name a source that has text"
 
 

@@ -41,8 +41,8 @@ parentheses."""
 NO_DUCKDB = "the extra inputs is not installed"
 MAX_RECORDED = 500
 """Maximum number of sources that a run's record names."""
-MORE = "allow more with --max-bytes, or in Python with ramify.load(…, max_bytes=…)"
-"""Advice in the error messages for sources above the size limit."""
+MORE = "raise max_bytes"
+"""Advice in the error messages for sources above the size limit. Commands name their option."""
 _MAX_NAMES = 12
 """Maximum number of columns or keys that a description names."""
 _SHOWN = 6
@@ -106,6 +106,11 @@ class LoadedSourceInfo(msgspec.Struct, frozen=True):
     reference."""
     places: tuple[DocumentPartLocation, ...] = ()
     """Pages, slides, sheets or headings of a document, by line."""
+
+    @property
+    def contents(self) -> str:
+        """``detail`` without the notes that ``LoadedContext.warnings`` repeats."""
+        return _split_detail(self.detail)[0]
 
 
 class UnreadableSource(msgspec.Struct, frozen=True):
@@ -199,14 +204,19 @@ class LoadedContext(msgspec.Struct, frozen=True):
         if not isinstance(self.context, dict):
             item = self.items[0]
             head = f"It is the text of {item.name!r}."
-            lines = [f"{head} {item.detail}" if item.detail else head]
+            detail = self._detail_for_model(item)
+            lines = [f"{head} {detail}" if detail else head]
         elif picture_reference_digest(self.context) is not None:
             lines = [f"It is the picture {self.items[0].name!r}: {self.items[0].detail}."]
         else:
             lines = [
                 f"Kinds: {_by_suffix(self.items)}",
                 f"Names: {join_names_abbreviated([repr(item.name) for item in self.items])}",
-                *(f"{item.name!r}: {item.detail}" for item in self.items[:200] if item.detail),
+                *(
+                    f"{item.name!r}: {detail}"
+                    for item in self.items[:200]
+                    if (detail := self._detail_for_model(item))
+                ),
             ][: 2 + _SHOWN]
         if self.tools.get("tables"):
             names = join_names_abbreviated(
@@ -220,6 +230,11 @@ class LoadedContext(msgspec.Struct, frozen=True):
             num = pluralize(len(self.problems), "file")
             lines.append(f"Not loaded: {num} ({_by_suffix(self.problems)})")
         return "\n".join(lines)
+
+    def _detail_for_model(self, item: LoadedSourceInfo) -> str:
+        # A missing library matters only to sessions that have ``sql`` for other sources.
+        note = "" if "sql" in self.tools else f"; {NO_TABLE} ({NO_DUCKDB})"
+        return item.detail.replace(note, "") if note else item.detail
 
     @property
     def places(self) -> dict[str, tuple[DocumentPartLocation, ...]]:
@@ -251,10 +266,14 @@ class LoadedContext(msgspec.Struct, frozen=True):
     def describe(self) -> list[str]:
         """Return a report for the user on the loaded, unreadable and skipped files, line by
         line."""
+        return [*self.describe_items(), *self.warnings()]
+
+    def describe_items(self) -> list[str]:
+        """Return a report for the user on the loaded files, line by line."""
         chars = sum(item.chars for item in self.items)
         if len(self.items) <= _SHOWN:
             lines = [
-                f"{item.name}: {item.detail or item.kind}"
+                f"{item.name}: {item.contents or item.kind}"
                 + (f", {pluralize(item.chars, 'character')}" if item.kind != "picture" else "")
                 + ", stays in its file" * item.in_file
                 for item in self.items
@@ -265,11 +284,11 @@ class LoadedContext(msgspec.Struct, frozen=True):
             if num := sum(item.in_file for item in self.items):
                 lines[0] += f"; {num:,} stay in their files"
             lines += [
-                f"{item.name}: {item.detail}"
+                f"{item.name}: {item.contents}"
                 for item in self.items
                 if item.kind not in ("text", "csv", "jsonl", "json")
             ][:_SHOWN]
-        return [*map(replace_unprintable, lines), *self.warnings()]
+        return [replace_unprintable(line) for line in lines]
 
     def warnings(self) -> list[str]:
         """Return warnings about files that are missing from the context or differ from those on
@@ -281,16 +300,14 @@ class LoadedContext(msgspec.Struct, frozen=True):
             f"not loaded ({len(names):,}), {reason}: {join_names_abbreviated(names)}"
             for reason, names in reasons.items()
         ]
-        lines += [
-            f"{item.name}: {item.detail}"
-            for item in self.items
-            if NOT_UTF8 in item.detail or MISNAMED in item.detail
-        ][:_SHOWN]
+        split = {item.name: _split_detail(item.detail) for item in self.items}
+        lines += [f"{name}: {'; '.join(notes)}" for name, (_, _, notes) in split.items() if notes][
+            :_SHOWN
+        ]
         no_tables: dict[str, list[str]] = {}
-        for item in self.items:
-            _, note, reason = item.detail.partition(f"{NO_TABLE} (")
-            if note:
-                no_tables.setdefault(reason.rpartition(")")[0], []).append(item.name)
+        for name, (_, reason, _) in split.items():
+            if reason:
+                no_tables.setdefault(reason, []).append(name)
         lines += [
             f"{NO_TABLE} ({len(names):,}), {_with_command(reason)}: {join_names_abbreviated(names)}"
             for reason, names in no_tables.items()
@@ -510,6 +527,16 @@ def count_with_names(names: Sequence[str], noun: str) -> str:
     shown = [" ".join(str(name).split())[:40] for name in names[:_MAX_NAMES]]
     more = " …" if len(names) > _MAX_NAMES else ""
     return f"{pluralize(len(names), noun)} {', '.join(shown)}{more}"
+
+
+def _split_detail(detail: str) -> tuple[str, str, list[str]]:
+    """Split an item's description into its contents, the reason why ``sql`` cannot query it, and
+    other notes."""
+    before, mark, after = f"; {detail}".partition(f"; {NO_TABLE} (")
+    reason, _, after = after.rpartition(")") if mark else ("", "", "")
+    parts = f"{before}{after}".split("; ")[1:]
+    notes = [part for part in parts if part.startswith((NOT_UTF8, MISNAMED))]
+    return "; ".join(part for part in parts if part not in notes), reason, notes
 
 
 def _with_command(reason: str) -> str:

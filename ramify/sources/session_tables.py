@@ -12,6 +12,7 @@ run by ``duckdb_process.py``, ``sqlite_process.py`` and ``database_servers.py``.
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import os
 import re
@@ -21,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import msgspec
 
@@ -119,23 +120,27 @@ def add_file_tables(
     ]
 
 
-def _wrong_record(name: str, kind: str, path: Path) -> str:
+def _wrong_record(name: str, kind: str, source: Path | bytes) -> str:
     """Describe the first malformed record of a CSV or JSONL file, for an error message.
 
     Errors of DuckDB do not serve, because it counts lines differently. Returns an empty string for
     other kinds of files, and if no malformed record was found.
     """
     return (
-        _irregular_record_note(name, path)
+        _irregular_record_note(name, source)
         if kind == "csv"
-        else _not_json(path)
+        else _not_json(source)
         if kind == "jsonl"
         else ""
     )
 
 
-def _opened_csv(path: Path) -> TextIO:
-    return path.open(newline="", encoding="utf-8-sig", errors="replace")
+def _opened(source: Path | bytes) -> BinaryIO:
+    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+
+
+def _opened_csv(source: Path | bytes) -> TextIO:
+    return io.TextIOWrapper(_opened(source), "utf-8-sig", "replace", newline="")
 
 
 def _has_many_columns(name: str, path: Path) -> bool:
@@ -143,8 +148,8 @@ def _has_many_columns(name: str, path: Path) -> bool:
         return len(next(csv_records(file, name), ())) > 1
 
 
-def _irregular_record_note(name: str, path: Path) -> str:
-    with _opened_csv(path) as file:
+def _irregular_record_note(name: str, source: Path | bytes) -> str:
+    with _opened_csv(source) as file:
         records = csv_records(file, name)
         header = next(records, [])
         for number, record in enumerate(itertools.islice(records, _CHECKED_RECORDS), start=2):
@@ -153,8 +158,8 @@ def _irregular_record_note(name: str, path: Path) -> str:
     return ""
 
 
-def _not_json(path: Path) -> str:
-    with path.open("rb") as file:
+def _not_json(source: Path | bytes) -> str:
+    with _opened(source) as file:
         for number, line in enumerate(itertools.islice(file, _CHECKED_RECORDS), start=1):
             try:
                 if line.strip():
@@ -196,7 +201,7 @@ def add_table(
     description of the text, and the reason.
     """
     if not has_duckdb():
-        reason = NO_DUCKDB
+        reason = _wrong_record(name, kind, data if path is None else path) or NO_DUCKDB
     elif not is_utf8:
         reason = "it is not UTF-8"
     elif loading.describing_s > _ALL_S:

@@ -36,7 +36,7 @@ def read(file: InputFile, loading: SourceCollector) -> None:
         )
     if file.path is None:
         raise UnreadableSourceError(
-            "is an SQLite database", "unpack it into a separate file and name that file"
+            "is an SQLite database", "save it as a separate file and name that file"
         )
     path = file.path.resolve()
     try:

@@ -176,6 +176,25 @@ def test_several_sources_are_a_table_with_what_was_left_out(shell: Shell) -> Non
     )
 
 
+def test_sources_over_the_limit_name_the_option(shell: Shell) -> None:
+    for number in range(2):
+        shell.write(f"in/{number}.log", "x" * 2000)
+    for paths, says in {
+        (
+            "in",
+        ): "0 bytes; 1.log has 2,000 bytes, over the limit of 1,000 bytes): raise --max-bytes",
+        ("in/0.log",): "in/0.log has 2,000 bytes, over the limit of 1,000 bytes: raise --max-bytes",
+    }.items():
+        done = shell.ask(SESSION_SCRIPT, "how long?", *paths, "--max-bytes", "1000")
+        assert (done.code, done.err.count("max-bytes")) == (2, 1)
+        assert done.err.endswith(f"{says}\n")
+    total = shell.ask(SESSION_SCRIPT, "how long?", "in", "--max-bytes", "3000")
+    assert total.err.endswith("over 3,000 bytes: name fewer files, or raise --max-bytes\n")
+    shell.write("in/a.txt", "12345")
+    done = shell.ask(SESSION_SCRIPT, "--no-direct", "how long?", "in", "--max-bytes", "1000")
+    assert "over the limit of 1,000 bytes: raise --max-bytes: 0.log, 1.log" in done.err
+
+
 @pytest.mark.parametrize("stdin", [None, ""])
 def test_question_without_context_is_answered(shell: Shell, stdin: str | None) -> None:
     done = shell.ask(["31"], "How many days has May?", stdin=stdin)

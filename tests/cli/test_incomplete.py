@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from typing import Any
 
 import pytest
@@ -132,6 +133,40 @@ def test_content_filtered_answer_is_an_error(shell: Shell, text: str) -> None:
     done = ask(shell, [reply_with_finish(text, "content_filter")], "tell me")
     assert (done.code, done.out) == (1, "")
     assert "a content filter stopped the reply (content_filter)" in said(done)[0]
+
+
+def free_local_url() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("command", ["ask", "map", "plan"])
+def test_local_server_that_was_not_started_ends_the_command_before_it_begins(
+    shell: Shell, command: str
+) -> None:
+    url = free_local_url()
+    shell.write("a.csv", "a,b\n1,2\n")
+    settings = f'[models.own]\nmodel = "openai:m"\nbase-url = "{url}"\n'
+    shell.write("config/ramify/config.toml", settings)
+    arguments = {"plan": ["--yes"], "map": ["--out", "out.jsonl"]}.get(command, [])
+    for model in (f"openai:m@{url}/v1", "own"):
+        done = shell.run(command, "-m", model, "how?", "a.csv", *arguments)
+        assert (done.code, done.out) == (2, ""), done
+        assert f"no server is running at {url} (connection refused for 3 s)" in done.err
+        assert done.err.endswith("give --patience SECONDS\n")
+
+
+def test_without_patience_a_request_is_sent_once(shell: Shell) -> None:
+    done = shell.run("ask", "-m", f"openai:m@{free_local_url()}", "--patience", "0", "how?")
+    assert (done.code, done.out) == (5, "")
+    assert "cannot reach" in done.err
+    assert "waiting" not in done.err
+
+
+def test_waiting_line_names_the_option(shell: Shell) -> None:
+    done = shell.run("ask", "-m", f"openai:m@{free_local_url()}", "--patience", "3", "how?")
+    (waiting,) = [line for line in done.err.splitlines() if line.startswith("waiting: ")]
+    assert waiting.endswith("s at most); --patience sets for how long")
 
 
 def test_run_suspended_by_connection_failure_can_be_resumed(shell: Shell) -> None:

@@ -98,6 +98,7 @@ def test_what_is_kept_for_the_last_word() -> None:
     assert Limits().retry_patience_s(None) == Limits().retry_patience_s(Stop.DEADLINE) == 600.0
     assert Limits().retry_patience_s(Stop.CANCELLED) == 10.0
     assert Limits(patience_s=3.0).retry_patience_s(Stop.CANCELLED) == 3.0
+    assert 0 < Limits(patience_s=0).retry_patience_s() < 1e-6  # 0 would count attempts
 
 
 def test_default_cost_limit_applies_only_with_prices() -> None:

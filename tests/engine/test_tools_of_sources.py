@@ -55,6 +55,12 @@ def test_conversation_and_fork_load_them_again(loaded: LoadedContext):
         assert asked.replay(forked.run_id).answer == 2, "a fork records them, too"
 
 
+def test_error_of_a_tool_that_names_itself_has_the_name_once(loaded: LoadedContext):
+    cell = code("try: sql('SELEC 1')\nexcept ValueError as error: FINAL(str(error))")
+    with rlm(ScriptedClient([cell])) as asked:
+        assert asked.completion(loaded, "?").answer.startswith("sql: Parser Error")
+
+
 @pytest.mark.parametrize("gone", ["file", "stream"])
 def test_sources_that_are_gone_are_named(tmp_path: Path, gone: str):
     path = tmp_path / "sales.csv"

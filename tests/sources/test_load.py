@@ -420,7 +420,7 @@ def test_sources_over_max_bytes_are_refused_before_reading(tmp_path: Path):
     assert len(load([tmp_path / "a.txt"], max_bytes=1000).context) == 600
     with pytest.raises(
         SourceError,
-        match=r"b\.txt brings the sources to over 1,000 bytes: name fewer files, or allow more with --max-",
+        match=r"b\.txt brings the sources to over 1,000 bytes: name fewer files, or raise max_bytes$",
     ):
         load([tmp_path], max_bytes=1000)
     with pytest.raises(SourceError, match="standard input is over the limit of 1,000 bytes"):
@@ -458,6 +458,31 @@ def test_plain_text_with_the_name_of_another_format_is_noted(tmp_path: Path):
         "a.PDF: plain text, although its name ends in .pdf",
         "b.xlsx: plain text, although its name ends in .xlsx",
     ]
+
+
+def test_note_on_a_file_is_in_the_report_once(tmp_path: Path):
+    write_tree(tmp_path, {"a.pdf": "no PDF", "b.csv": "a,b\né,2\n".encode("cp1252")})
+    (tmp_path / "c.csv").write_bytes("a,b\né\n".encode("cp1252"))
+    assert load(tmp_path).describe() == [
+        "a.pdf: text, 6 characters",
+        "b.csv: CSV: 2 columns a, b; 1 row, 8 characters",
+        "c.csv: CSV: 2 columns a, b; 1 row, 6 characters",
+        "a.pdf: plain text, although its name ends in .pdf",
+        "b.csv: not UTF-8, read as Windows-1252",
+        "c.csv: not UTF-8, read as Windows-1252",
+        "not a table for sql (1), record 2 has 1 field, and the header has 2: c.csv",
+    ]
+
+
+def test_files_that_are_all_too_large_name_the_limit(tmp_path: Path):
+    write_tree(tmp_path, {f"{number}.log": "x" * 100 for number in range(5)})
+    has = "has 100 bytes, over the limit of 10 bytes"
+    with pytest.raises(SourceError) as raised:
+        load(tmp_path, max_bytes=10)
+    assert str(raised.value) == (
+        f"{tmp_path} has no text that fits the limits (0.log {has}; 1.log {has}; 2.log {has}; "
+        "and 2 more): raise max_bytes"
+    )
 
 
 def test_empty_standard_input_beside_a_file_is_noted(tmp_path: Path):
@@ -545,13 +570,13 @@ def test_file_over_the_limit_is_noted_and_others_are_loaded(tmp_path: Path):
     write_tree(
         tmp_path, {"a.txt": "x" * 3000, "b.txt": "b", "c.csv.gz": gzip.compress(b"1,2\n" * 800)}
     )
-    limit = "over the limit of 2,000 bytes: allow more with --max-bytes"
+    limit = "over the limit of 2,000 bytes: raise max_bytes"
     for paths in ([tmp_path], [tmp_path / name for name in ("b.txt", "a.txt", "c.csv.gz")]):
         loaded = load(paths, max_bytes=2000)
         assert loaded.context == {"b.txt": "b"}
         reasons = {problem.name: problem.reason for problem in loaded.problems}
         assert reasons["a.txt"].startswith(f"has 3,000 bytes, {limit}")
-        assert reasons["c.csv.gz"].startswith("brings the sources to over 2,000 bytes: allow")
+        assert reasons["c.csv.gz"].startswith("brings the sources to over 2,000 bytes: raise")
         assert "tables" not in loaded.tools
     with pytest.raises(SourceError, match=r"^a\.txt has 3,000 bytes, over the limit .*--strict$"):
         load([tmp_path], max_bytes=2000, strict=True)

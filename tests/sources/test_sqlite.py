@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,21 @@ def test_context_is_schema_with_row_counts_and_samples(path: Path):
     assert loaded.items[0].detail == "SQLite: 3 tables"
     assert loaded.items[0].num_bytes == path.stat().st_size
     assert list(loaded.tools) == ["sql", "tables"]
+
+
+@pytest.mark.parametrize("source", ["pipe", "archive"])
+def test_database_that_is_not_a_file_is_refused_with_advice(
+    source: str, path: Path, tmp_path: Path
+):
+    says = r"is an SQLite database: save it as a separate file and name that file"
+    if source == "pipe":
+        with path.open("rb") as stream, pytest.raises(SourceError, match=says):
+            load(["-"], stdin=stream)
+        return
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.write(path, "shop.db")
+    with pytest.raises(SourceError, match=says):
+        load(tmp_path / "a.zip")
 
 
 def test_sql_tool_returns_rows(path: Path):

@@ -181,6 +181,44 @@ def test_tables_without_the_extra_say_so(tmp_path: Path, monkeypatch: pytest.Mon
     assert "pip install" not in loaded.manifest()  # it may name a folder of the host
 
 
+def test_model_reads_about_a_missing_extra_only_beside_sql(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for loaded in (load(tmp_path), load(tmp_path / "a.csv")):
+        assert "2 columns a, b; 1 row" in loaded.manifest()
+        assert "extra inputs" not in loaded.manifest()
+    with sqlite3.connect(tmp_path / "b.db") as database:
+        database.execute("CREATE TABLE t (x)")
+    database.close()
+    beside_sql = load(tmp_path)
+    assert "sql" in beside_sql.tools
+    assert "not a table for sql (the extra inputs is not installed)" in beside_sql.manifest()
+
+
+@pytest.mark.parametrize("mapped_bytes", [1, 1 << 30])
+def test_wrong_record_is_named_without_the_extra_too(
+    mapped_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n3\n")
+    (tmp_path / "b.jsonl").write_text('{"a": 1}\n{"a":\n')
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert load(tmp_path, mapped_bytes=mapped_bytes).warnings() == [
+        "not a table for sql (1), record 3 has 1 field, and the header has 2: a.csv",
+        "not a table for sql (1), line 2 is not JSON: b.jsonl",
+    ]
+
+
+@pytest.mark.parametrize("name", ["book", "book.bak", "book.txt", "book.xls", "book.XLSX.1"])
+def test_workbook_is_read_whatever_its_name(name: str, folder: Path, tmp_path: Path):
+    shutil.copy(folder / "book.xlsx", tmp_path / name)
+    loaded = load(tmp_path / name)
+    assert loaded.items[0].kind == "xlsx"
+    assert "# Sheet Cities\nid\tcity\tnext\n1\tBonn" in loaded.context
+    assert loaded.tools["sql"]("SELECT city FROM Cities") == [("Bonn",)]
+
+
 def test_names_in_a_file_are_data_and_no_sql(tmp_path: Path):
     """Names of files and columns with quotes, as an attacker may write them."""
     (tmp_path / "sales.csv").write_text("amount\n5\n")
