@@ -26,9 +26,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ramify import tasks, train
+if TYPE_CHECKING:  # scripts/demo checks the arguments before it installs the package
+    from ramify import tasks
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/tiny_recursive.py"
@@ -63,10 +64,13 @@ def main() -> int:
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="keep the ledger and the run that asks about it"
     )
+    parser.add_argument("--check-arguments", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     keep = options.keep and options.keep.resolve()
     if not options.train and (options.overrides or options.out):
         parser.error("fields of the recipe and --out need --train")
+    if options.check_arguments:
+        return 0
     out = OUT if options.out is None else options.out.resolve()
     try:
         if not options.train:
@@ -111,6 +115,8 @@ def trained(out: Path, num: int, overrides: list[str]) -> Path:
 def measured(out: Path, policy: Path, num: int) -> bool:
     """Print the share of held-out questions answered right before and after reinforcement learning.
     Returns True if it is large enough."""
+    from ramify import train
+
     rows = [row for row in train.read_metrics(out) if "test/reward" in row.values]
     with tempfile.TemporaryDirectory() as folder:
         place: dict[str, Any] = {
@@ -181,6 +187,8 @@ def asked(model: str, keep: Path | None) -> int:
 
 def written(path: Path) -> tasks.Item:
     """Write a ledger to the file ``path`` and return the question about it."""
+    from ramify import tasks
+
     item = tasks.task_of("ledger", multi=1.0, docs=(3, 3), chars=CHARS).splits["test"][0]
     path.write_text(item.context, encoding="utf-8")
     return item

@@ -12,6 +12,7 @@ is recorded.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import functools
 import random
@@ -127,4 +128,5 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0]).parse_args()
     sys.exit(asyncio.run(main()))

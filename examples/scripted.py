@@ -11,6 +11,7 @@ numbers are computed by the code in them.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import functools
 import os
@@ -136,4 +137,5 @@ def environment(folder: str, url: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0]).parse_args()
     sys.exit(asyncio.run(main()))

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import stat
@@ -407,6 +408,36 @@ def _refuse_a_path(question: str, paths: list[str]) -> None:
             f"{shown} is {'an address' if is_url else 'a file or folder'}, and the question comes "
             f"first: ramify ask QUESTION {shown}"
         )
+    refuse_question_without_quotes(question, paths)
+
+
+def refuse_question_without_quotes(
+    question: str, paths: list[str], command: str = "ramify ask"
+) -> None:
+    """Raise UsageError if the first paths are probably words of the question, which lacks
+    quotes."""
+    if any(map(str.isspace, question)):
+        return
+    words = list(itertools.takewhile(_is_word_without_file, paths))
+    if not words:
+        return
+    import shlex
+
+    from ramify.nearest_name import nearest_name
+
+    if len(words) == 1 and nearest_name(words[0], os.listdir()):
+        return
+    asked = shlex.join([" ".join([question, *words]), *paths[len(words) :]])
+    raise UsageError(
+        f"{words[0]} does not exist: if it belongs to the question, put the question in quotes: "
+        f"{command} {asked}"
+    )
+
+
+def _is_word_without_file(path: str) -> bool:
+    word = path.rstrip("?.!,")
+    is_word = word != "-" and not any(char in word for char in "/.*?[~\\")
+    return is_word and not os.path.exists(path)
 
 
 def _decoded_text(argument: str) -> str:
@@ -637,7 +668,8 @@ def check_models_ready(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError if a model cannot be asked, so that a command need not begin.
 
     It may have no API key or no known price, its script may be unreadable, or its server on this
-    machine may not be running. If ``patience`` is set, servers are not checked, since the run waits for them.
+    machine may not be running. If ``patience`` is set, servers are not checked, since the run
+    waits for them.
     """
     from ramify.clients.model_config import Model, check_api_key_exists
     from ramify.clients.providers import CLIENTS, is_scripted_model

@@ -128,9 +128,10 @@ def continue_run(
     if is_over:
         how = f"; {remedy}" if (remedy := rerun.limit_hint(recorded)) else ""
         how += "; no model is asked, so --model is ignored" * bool(models)
-        text = f"run {started.id} has already ended; this is its answer{how}"
-        notes.say(replace_fields_with_options(text))
         result = asyncio.run(rlm.aresume(run))
+        what = "without an answer" if result.answer is None else "; this is its answer"
+        text = f"run {started.id} has already ended{' ' * (result.answer is None)}{what}{how}"
+        notes.say(replace_fields_with_options(text))
         screen.close_live_view()
         return _print(result, notes, as_json, has_schema, is_stored=True)
     notes.say(f"continuing run {started.id}: {terminal_text.shorten_to_line(started.question)}")

@@ -53,6 +53,8 @@ EXTRAS = {
     "verifiers": "verifiers",
 }
 """Optional extra of the package -> the module that it installs."""
+_OPTIONAL = ("fork", "starts_processes", "shares_context")
+"""Capabilities of a sandbox whose lack protects the host or only costs time."""
 _OTHER_KEYS = {"anthropic": ("ANTHROPIC_API_KEY",)}
 
 
@@ -116,10 +118,13 @@ def _sandbox() -> Iterator[str]:
     sandbox = open_sandbox(spec)
     caps: dict[str, Any] = msgspec.to_builtins(sandbox.caps)
     present = [name.replace("_", " ") for name, value in caps.items() if value]
-    missing = [name.replace("_", " ") for name, value in caps.items() if not value]
+    missing = [name.replace("_", " ") for name in caps if not caps[name] and name not in _OPTIONAL]
+    optional = [name.replace("_", " ") for name in _OPTIONAL if not caps[name]]
     yield f"{spec.provider}: {', '.join(present) or 'nothing'}"
     if missing:
         yield f"missing: {', '.join(missing)}"
+    if optional:
+        yield f"not possible here, and not needed: {', '.join(optional)}"
     describe: Callable[[], list[str]] = getattr(sandbox, "describe", list)
     yield from describe()
     if sandbox.warning:

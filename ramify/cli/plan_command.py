@@ -27,6 +27,7 @@ from ramify.cli.ask import (
     make_message_writer,
     make_rlm,
     open_store,
+    refuse_question_without_quotes,
     sandbox_spec,
 )
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError, exit_codes_epilog
@@ -111,6 +112,7 @@ def run(
         write_stderr(NO_MODEL.replace("ramify ask", "ramify plan"))
         return ExitCode.USAGE
     question, *paths = words
+    refuse_question_without_quotes(question, paths, "ramify plan")
     options = {
         "labels": None if labels is None else [label.strip() for label in labels.split(",")],
         "by": by,

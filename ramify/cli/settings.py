@@ -111,7 +111,26 @@ def fill_missing_settings(
     settings.update(
         {name: value for name, value in given.items() if value is not None and value != []}
     )
+    _check_aliases(settings, environ)
     return settings
+
+
+def _check_aliases(settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if a model's name is probably a misspelled alias of the configuration
+    file."""
+    for name in (settings.get("model"), *(settings.get("sub_model") or ())):
+        if not isinstance(name, str) or ":" in name:
+            continue
+        from ramify.nearest_name import nearest_name
+        from ramify.trained_policy_settings import packaged_policy_names
+
+        aliases = named_models(environ)
+        close = None if name in aliases else nearest_name(name, aliases, cutoff=0.7)
+        if close is not None and name not in packaged_policy_names():
+            raise ConfigError(
+                f"model '{name}' is not defined in {config_path(environ)}: did you mean "
+                f"'{close}'? A model that is not defined there has the form provider:model"
+            )
 
 
 def open_configured_store() -> RunStore:

@@ -212,11 +212,12 @@ def _run_lines(
         yield from ("", f"the answer of {trajectory.answered_by} was chosen")
     for warning in trajectory.warnings:
         yield f"warning: {warning}"
-    for error in trajectory.errors:
-        yield styled_text("bad", f"error: {error}")
     roots = [root for root in trajectory.calls if root.parent is None]
     turns = len(roots[-1].turns) if roots else 0
     reason = trajectory.reason or (roots[-1].error or "" if roots else "")
+    for error in trajectory.errors:
+        if not reason or not error.endswith(reason):  # the last line says it
+            yield styled_text("bad", f"error: {error}")
     tone = "good" if trajectory.stop is Stop.FINAL else "warn"
     num_below = max(0, len(trajectory.calls) - len(roots))
     ended = describe_ending(trajectory.stop, reason, turns, is_alive, num_below=num_below)

@@ -195,6 +195,25 @@ def test_sources_over_the_limit_name_the_option(shell: Shell) -> None:
     assert "over the limit of 1,000 bytes: raise --max-bytes: 0.log, 1.log" in done.err
 
 
+def test_question_without_quotes_is_recognised(shell: Shell) -> None:
+    shell.write("logs/a.log", "abc")
+    model = shell.model(["unused"])
+    for command in ("ask", "prompt", "plan"):
+        done = shell.run(command, "-m", model, "How", "many", "errors?", "logs")
+        assert (done.code, done.out) == (2, "")
+        shown = "plan" if command == "plan" else "ask"
+        assert done.err.splitlines()[-1].startswith(
+            "ramify: many does not exist: if it belongs to the question, put the question in "
+            f"quotes: ramify {shown} 'How many errors?' logs ("
+        )
+    for paths, says in {
+        ("Count", "lgos"): "lgos does not exist: did you mean logs?",
+        ("Count", "no/file"): "no/file does not exist: nor does the folder no",
+        ("How many?", "nothing"): "nothing does not exist: check its name",
+    }.items():
+        assert says in shell.run("ask", "-m", model, *paths).err
+
+
 @pytest.mark.parametrize("stdin", [None, ""])
 def test_question_without_context_is_answered(shell: Shell, stdin: str | None) -> None:
     done = shell.ask(["31"], "How many days has May?", stdin=stdin)

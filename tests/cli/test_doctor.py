@@ -52,6 +52,15 @@ def test_doctor_warns_about_chosen_weak_sandbox(shell: Shell) -> None:
         assert expected in done.out, expected
 
 
+def test_doctor_says_that_a_sandbox_does_not_need_every_capability(shell: Shell) -> None:
+    shell.write("config/ramify/config.toml", 'sandbox = "inprocess"\nallow-weaker = true\n')
+    lines = shell.run("doctor").out.splitlines()
+    (optional,) = [line for line in lines if "not possible here, and not needed: " in line]
+    (missing,) = [line for line in lines if "missing: isolates files" in line]
+    assert "starts processes" in optional
+    assert "starts processes" not in missing
+
+
 def test_doctor_checks_every_extra() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     of_developers = {"dev", "docs", "serve-test", "test"}

@@ -174,6 +174,21 @@ def test_resume_continues_a_killed_run(shell: Shell) -> None:
     assert (again.code, again.out, "has already ended" in again.err) == (0, "4\n", True)
 
 
+def test_resume_of_a_run_without_an_answer_says_so(shell: Shell) -> None:
+    shell.ask(["none", "still none", "nothing"], "--no-direct", "how?")
+    done = shell.run("ask", "--resume", "last")
+    assert (done.code, done.out) == (4, "")
+    assert "has already ended without an answer" in done.err.splitlines()[0]
+    assert "this is its answer" not in done.err
+
+
+def test_show_states_an_error_that_ended_the_run_without_repeating_it(shell: Shell) -> None:
+    shell.ask(["no code"], "--no-direct", "how?")
+    lines = shell.run("show", "last").out.splitlines()
+    about = [line for line in lines if "all 1 replies are used up (this is request 2): add" in line]
+    assert [line.split(": ")[0].strip() for line in about] == ["no answer (error)", "ended"]
+
+
 def test_running_run_cannot_be_resumed(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     first = code("n = len(context)\nprint(n)")

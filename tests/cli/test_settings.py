@@ -171,6 +171,19 @@ def test_a_wrong_table_of_a_model_is_one_line(config: Path, table: str, message:
     assert str(config) in str(error.value)
 
 
+def test_a_misspelled_alias_suggests_the_right_one(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    name = shell.model(["seven"])
+    path = shell.write("config/ramify/config.toml", f'[models.nano]\nmodel = "{name}"\n')
+    for words in (["--model", "nanoo"], ["--model", name, "--sub-model", "Nano"]):
+        done = shell.run("ask", "How many?", *words)
+        assert (done.code, done.out) == (2, "")
+        assert f"'{words[-1]}' is not defined in" in done.err
+        assert "did you mean 'nano'?" in done.err
+    other = shell.run("ask", "How many?", "--model", "gpt-5")
+    assert "has no provider" in other.err, path
+
+
 def test_a_model_of_the_file_is_asked_by_its_alias(tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     name = shell.model(["seven", "eight"])

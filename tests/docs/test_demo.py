@@ -115,6 +115,55 @@ def check_tree(said):
     assert any(line.startswith(("context: str, 9,", "context: str, 10,")) for line in shown)
 
 
+@pytest.mark.parametrize(
+    ("script", "words", "code", "says"),
+    [
+        ("scripts/demo", ["--train", "--help"], 0, "usage: demo.py"),
+        ("scripts/demo", ["--tarin"], 2, "unrecognized arguments: --tarin"),
+        ("scripts/demo", ["--out", "x"], 2, "--out need --train"),
+        ("scripts/demo", ["--questions=3"], 0, "installing"),
+        ("scripts/test", ["--help"], 0, "Runs the tests"),
+        ("scripts/check", ["--help"], 0, "Runs all checks"),
+        ("scripts/check", ["--fast"], 2, "takes no arguments, and got '--fast'"),
+        ("benchmarks/setup", ["--help"], 0, "Installs everything"),
+        ("benchmarks/setup", ["x"], 2, "takes no arguments, and got 'x'"),
+        ("scripts/setup", ["--help"], 0, "Installs the package"),
+    ],
+)
+def test_scripts_check_their_arguments_before_they_install(tmp_path, script, words, code, says):
+    for name in ("scripts/demo", "scripts/test", "scripts/check", "benchmarks/setup"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "examples").mkdir()
+    shutil.copy(DEMO, tmp_path / "examples")
+    if script == "scripts/setup":
+        shutil.copy(ROOT / script, tmp_path / script)
+    else:
+        (tmp_path / "scripts/setup").write_text("echo installing; exit 0\n")
+        python = tmp_path / ".venv/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text("#!/bin/sh\n")
+        python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", tmp_path / script, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert says in done.stdout + done.stderr
+    assert ("installing" in done.stdout) == (says == "installing")
+
+
+@pytest.mark.parametrize("name", ["logs", "scripted"])
+def test_help_of_an_example_does_not_run_it(tmp_path, name):
+    said = run_example(tmp_path, str(ROOT / f"examples/{name}.py"), "--help")
+    assert said.startswith(f"usage: {name}.py [-h]")
+    assert "$ ramify" not in said
+
+
 def test_the_packaged_policy_answers_over_ten_million_characters(tmp_path):
     said = run_example(tmp_path, str(DEMO))
     assert said.startswith("$ ramify ask ")
