@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterable
+from typing import Any
 from urllib.parse import urlsplit
 
 from ramify.clients.model_config import Model, endpoint_of
@@ -44,7 +45,9 @@ def check_local_servers(models: Iterable[Model]) -> None:
 
 def _is_refused(host: str, port: int) -> bool:
     try:
-        socket.create_connection((host, port), _CONNECT_S).close()
+        # As bytes, because Python imports its codec for host names for a string.
+        address: Any = (host.encode("ascii"), port)
+        socket.create_connection(address, _CONNECT_S).close()
     except ConnectionRefusedError:
         return True
     except OSError:  # the first request reports it
