@@ -10,7 +10,9 @@ docs/tasks.md and docs/demonstrations.md explain the files.
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
+import sys
 from pathlib import Path
 
 from ramify.cli.parser import ExitCode, SubcommandSpec, UsageError
@@ -109,10 +111,23 @@ def init(words: list[str]) -> int:
     for path in files:
         if path.exists():
             raise UsageError(f"{path} exists already: remove it, or give another name")
+    if owner := _module_owner(name):
+        raise UsageError(
+            f"'{name}' is a module of {owner}, which {name}.py would hide from every program in "
+            f"this folder: give another name, such as {name}_task"
+        )
     for path, text in files.items():
         path.write_text(text.replace("NAME", name))
     print(f"wrote {', '.join(map(str, files))}; next: ramify train {name}.py --out runs/{name}")
     return ExitCode.ANSWERED
+
+
+def _module_owner(name: str) -> str:
+    """Return what has a top-level module called ``name``, or an empty string if nothing has."""
+    if name in sys.stdlib_module_names:
+        return "Python"
+    found = importlib.util.find_spec(name)
+    return "an installed package" if found is not None and found.origin is not None else ""
 
 
 COMMAND = SubcommandSpec(

@@ -57,6 +57,9 @@ def view(
     from ramify.viewer.view_server import ViewServer
 
     first = keys[0] if len(keys) == 1 else ""
+    page = f"#/run/{quote(first, safe='')}" if first else ""
+    if not page and len(words) == 1:
+        page = _page_of_path(library, Path(words[0]).expanduser().resolve())
     server = ViewServer(
         library,
         address=address,
@@ -66,7 +69,7 @@ def view(
     )
     raise_descriptor_limit()
     sys.setswitchinterval(_SWITCH_S)
-    asyncio.run(_serve(server, f"#/run/{quote(first, safe='')}" if first else "", bool(open)))
+    asyncio.run(_serve(server, page, bool(open)))
     return ExitCode.ANSWERED
 
 
@@ -112,6 +115,27 @@ def _key_of_file(library: RunCatalog, path: str) -> str:
         return prefix
     rows = [row.key for row in library.runs() if row.key.startswith(prefix)]
     return rows[0] if len(rows) == 1 else ""
+
+
+def _page_of_path(library: RunCatalog, path: Path) -> str:
+    """Return the address of the page of a training run's folder, of the record of an evaluation, or
+    of a folder of such records.
+
+    Returns an empty string for anything else, which the list of runs shows.
+    """
+    from ramify.train.metrics import FILE as METRICS
+    from ramify.viewer.run_lookup import detect_file_kind
+
+    if (path / METRICS).is_file():
+        return f"#/training/{quote(library.key_of_path(path) or '', safe='')}"
+    if (path / "runs").is_dir():
+        return ""
+    records = [each for each in path.glob("*.jsonl") if each.is_file()] if path.is_dir() else [path]
+    if not records or any(detect_file_kind(record) != "evaluation" for record in records):
+        return ""
+    if len(records) > 1:
+        return "#/evaluation"
+    return f"#/evaluation/{quote(library.key_of_path(records[0]) or '', safe='')}"
 
 
 def _may_hold_runs(name: str) -> bool:

@@ -34,6 +34,8 @@ def test_generated_task_passes_its_test_and_loads_as_recipe(shell: Shell) -> Non
         (("recipe", "x"), "ramify init recipe: only 'task' can be written"),
         (("task", "My-Task"), "'My-Task' is not a valid module name"),
         (("task", "class"), "'class' is not a valid module name"),
+        (("task", "random"), "'random' is a module of Python, which random.py would hide"),
+        (("task", "msgspec"), "'msgspec' is a module of an installed package"),
     ],
 )
 def test_bad_input_gets_one_line_error(shell: Shell, words: tuple[str, ...], message: str) -> None:

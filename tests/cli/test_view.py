@@ -57,6 +57,37 @@ def test_default_store_or_one_run_is_served(shell: Shell, stored: str) -> None:
             )  # type: ignore[call-overload]
 
 
+def test_folder_of_a_training_run_opens_its_page(shell: Shell) -> None:
+    for name in ("out", "several/a", "several/b"):
+        (shell.folder / name / "rollouts").mkdir(parents=True)
+        shell.write(f"{name}/metrics.jsonl", "{}\n")
+    with viewing(shell, "out") as address:
+        page, _, key = address.partition("#")[2].rpartition("/")
+        assert page == "/training"
+        rows = read(address, "api/runs")["trainings"]
+        assert [row["key"] for row in rows] == [urllib.parse.unquote(key)]
+    for paths in (("several",), ("out", "several/a")):
+        with viewing(shell, *paths) as address:
+            assert "#" not in address
+
+
+def test_record_of_an_evaluation_opens_its_page(shell: Shell) -> None:
+    shell.write("rows.jsonl", '{"question": "2 + 2?", "answer": "4"}\n')
+    model = shell.model([{"match": "", "reply": ["4"]}])
+    done = shell.run("eval", "rows.jsonl", "--split", "train", "--direct", "--model", model)
+    assert done.code == 0, done.err
+    record = next((shell.folder / "store/evaluations").glob("*.jsonl"))
+    for path in (record, record.parent):
+        with viewing(shell, str(path)) as address:
+            page, _, key = address.partition("#")[2].rpartition("/")
+            assert page == "/evaluation"
+            rows = read(address, "api/runs")["evaluations"]
+            assert [row["key"] for row in rows] == [urllib.parse.unquote(key)]
+    (record.parent / f"a{record.name}").write_bytes(record.read_bytes())
+    with viewing(shell, str(record.parent)) as address:
+        assert address.endswith("#/evaluation")
+
+
 def test_token_is_part_of_address_and_required(shell: Shell, stored: str) -> None:
     shell.write("token", "abc\n")
     for options in ((), ("--token-file", "token")):
