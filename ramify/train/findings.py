@@ -335,10 +335,22 @@ def _by_length(values: Values, history: StageMetricHistory, limit: float) -> str
     )
 
 
+def _is_mostly_scored(values: Values, limit: float) -> bool:
+    """Return True if at least the fraction ``limit`` of all answers has a score.
+
+    Otherwise equal rewards say nothing about the items, since answers without a score, which may be
+    all wrong ones, are in no group.
+    """
+    failed, scored = values.get("score_errors", 0.0), values.get("scored_answers", 0.0)
+    return not failed or scored >= limit * (failed + scored)
+
+
 @_finding("constant_reward", "reward_min", "reward_max", limit="zero_variance", num_steps=2)
 def _constant(values: Values, history: StageMetricHistory, limit: float) -> str:
     value = values["reward_max"]
     if value > values["reward_min"] or value == 0 or value >= RIGHT:
+        return ""
+    if not _is_mostly_scored(values, limit):
         return ""
     return (
         f"all rollouts of the step have the reward {value:.3g}, whatever they did: the task's "
@@ -353,6 +365,8 @@ _SAME = ("zero_variance", "solve_all", "solve_none", "reward_min", "reward_max")
 def _too_easy(values: Values, history: StageMetricHistory, limit: float) -> str:
     if values["zero_variance"] < limit or values["solve_all"] < limit:
         return ""
+    if not _is_mostly_scored(values, limit):
+        return ""
     return (
         f"in {values['solve_all']:.0%} of groups every attempt is right: the items are too easy; "
         "give harder ones, or set rl.sample.settled_share"
@@ -362,6 +376,8 @@ def _too_easy(values: Values, history: StageMetricHistory, limit: float) -> str:
 @_finding("too_hard", *_SAME, limit="zero_variance", num_steps=2)
 def _too_hard(values: Values, history: StageMetricHistory, limit: float) -> str:
     if values["zero_variance"] < limit or values["solve_none"] < limit or values["reward_max"] > 0:
+        return ""
+    if not _is_mostly_scored(values, limit):
         return ""
     return (
         f"in {values['solve_none']:.0%} of groups no attempt is right: the items are too hard; "
@@ -373,6 +389,8 @@ def _too_hard(values: Values, history: StageMetricHistory, limit: float) -> str:
 def _no_variance(values: Values, history: StageMetricHistory, limit: float) -> str:
     is_constant = values["reward_max"] == values["reward_min"]
     if values["zero_variance"] < limit or is_constant or values["solve_all"] >= limit:
+        return ""
+    if not _is_mostly_scored(values, limit):
         return ""
     return (
         f"in {values['zero_variance']:.0%} of groups all attempts have the same reward, so next to "

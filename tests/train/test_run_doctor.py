@@ -150,6 +150,17 @@ def test_what_is_wrong_from_the_first_step_has_no_comparison(
     assert names(steps(TrainingGuardSpec(), {}, change, change)) == [[], [], []]
 
 
+EQUAL = {name: change for change, name, limit in SIGNS if limit == "zero_variance"}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_rewards_say_nothing_if_the_score_of_other_answers_failed(name: str) -> None:
+    for failed, found in ((15.0, []), (1.0, [name])):
+        change = EQUAL[name] | {"score_errors": failed, "scored_answers": 17.0}
+        verdicts = steps(TrainingGuardSpec(), {}, change, change, change)
+        assert [each for step in names(verdicts) for each in step] == found
+
+
 def test_fall_of_the_reward_within_noise_is_not_reported() -> None:
     """Eight items of eight rollouts each, whose mean reward has a standard error of 0.1."""
     peak, fallen = {"reward": 0.7, "reward_error": 0.1}, {"reward": 0.35, "reward_error": 0.1}
