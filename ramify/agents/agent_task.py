@@ -54,6 +54,7 @@ from ramify.tasks.base import (
     Task,
     Worth,
     as_score,
+    check_weight_names,
     task_of,
 )
 from ramify.tasks.data import dataset
@@ -198,7 +199,7 @@ class ExternalAgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_on
         found = trajectory.metadata.get(AGENT_RECORD)
         if found is None:
             if self._has_named_scorer:
-                return as_score(self._reward(trajectory.answer, item))
+                return self._score_answer(item, trajectory)
             raise RamifyError(
                 f"task '{self.name}', item {item.id}: the reward needs a rollout of the agent, "
                 "but got only an answer: evaluate or train the task"
@@ -206,12 +207,17 @@ class ExternalAgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_on
         record = msgspec.convert(found, AgentExitRecord)
         try:
             if self._has_named_scorer:
-                return as_score(self._reward(trajectory.answer, item))
-            return _to_score(self._reward(_to_agent_run(item, trajectory, record)), trajectory)
+                return self._score_answer(item, trajectory)
+            score = _to_score(self._reward(_to_agent_run(item, trajectory, record)), trajectory)
+            return check_weight_names(self.name, self.weights, score)
         finally:
             if record.folder:
                 remove_folder(Path(record.folder).parent)
                 found.pop("folder", None)
+
+    def _score_answer(self, item: Item, trajectory: Trajectory) -> Score:
+        score = as_score(self._reward(trajectory.answer, item))
+        return check_weight_names(self.name, self.weights, score)
 
     @property
     def writes_prompts(self) -> bool:

@@ -44,6 +44,7 @@ from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, did_you_mean, user_line_of_error
+from ramify.nearest_name import nearest_name
 from ramify.plugins import PluginRegistry
 from ramify.sandbox.base import Session
 from ramify.tasks.async_reward_loop import run_coroutine
@@ -575,6 +576,7 @@ class DatasetTask(msgspec.Struct, frozen=True):
     ``BatchedReward`` does.
     """
     weights: Mapping[str, float] = {}
+    """Weights of the named rewards in their sum. A reward without a weight has 1."""
     begin: Callable[[Item], Awaitable[RolloutInitialState]] | None = None
     """Function that creates the initial state of a rollout. If None, each rollout has a session
     with only the item's context."""
@@ -628,11 +630,12 @@ class DatasetTask(msgspec.Struct, frozen=True):
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         reward, answer = self.reward, trajectory.answer
-        return as_score(
+        score = as_score(
             reward.reward(item, trajectory)
             if isinstance(reward, TrajectoryRewardFunction)
             else reward(answer, item)
         )
+        return check_weight_names(self.name, self.weights, score)
 
     def is_scored_by_step(self, item: Item) -> bool:
         return bool(getattr(self.reward, "waits_for_step", False))
@@ -642,7 +645,29 @@ class DatasetTask(msgspec.Struct, frozen=True):
     ) -> Sequence[Score | RamifyError]:
         reward: Any = self.reward
         rewards = reward.of_step([(trajectory.answer, item) for item, trajectory in rollouts])
-        return [each if isinstance(each, RamifyError) else as_score(each) for each in rewards]
+        return [
+            each
+            if isinstance(each, RamifyError)
+            else check_weight_names(self.name, self.weights, as_score(each))
+            for each in rewards
+        ]
+
+
+def check_weight_names(task: str, weights: Mapping[str, float], score: Score) -> Score:
+    """Return ``score``, or raise ConfigError if one of the ``weights`` is that of a misspelled
+    reward.
+
+    A score may give a reward for some items only, so a weight may lack its reward. But if a reward
+    with a similar name has no weight, the weight is misspelled.
+    """
+    unweighted = [name for name in score.rewards if name not in weights]
+    for name in weights:
+        if name not in score.rewards and (meant := nearest_name(name, unweighted)):
+            raise ConfigError(
+                f"weights of task '{task}': no reward '{name}': did you mean '{meant}'? known: "
+                f"{', '.join(score.rewards)}; a reward without a weight counts with 1"
+            )
+    return score
 
 
 def as_score(worth: Worth | Coroutine[Any, Any, Worth]) -> Score:

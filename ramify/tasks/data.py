@@ -144,15 +144,18 @@ def dataset(
     metadata: Sequence[str] = (),
     item: Callable[[Row], Item] | None = None,
     reward: str | AnswerReward | TrajectoryRewardFunction = "exact",
+    weights: Mapping[str, float] = {},
     name: str = "",
 ) -> DatasetTask:
     """Return a task whose items are the rows of ``source``.
 
     ``question`` and ``gold`` are the columns of the question and of the right answer; without them,
     the columns of common datasets are recognised (see ``DatasetColumns``). ``item`` converts a row
-    to an item and replaces the column names. ``reward`` is the name of a score in ``scoring`` or a
-    function that takes an answer and an item. With ``gold=None`` the rows have no right answer, and
-    ``reward`` must be a function that does not need one.
+    to an item and replaces the column names. ``reward`` is the name of a score in ``scoring``, or a
+    function that takes an answer and an item, or the location of one, such as ``file.py:name``.
+    ``weights`` are those of its named rewards in their sum; a reward without a weight has 1. With
+    ``gold=None`` the rows have no right answer, and ``reward`` must be a function that does not
+    need one.
 
     Raises ConfigError for invalid options and SourceError for an unreadable source. A malformed row
     raises when it is accessed.
@@ -162,10 +165,11 @@ def dataset(
     >>> test[0].gold
     'web-3'
     """
-    if gold is None and item is None and isinstance(reward, str):
+    if gold is None and item is None and isinstance(reward, str) and reward in SCORERS.ours:
         raise ConfigError(
             f"dataset with gold=None and reward='{reward}', which compares with a gold answer: "
-            "give a function of (answer, item), or name the column with the gold answers"
+            "give a function of (answer, item), in a configuration as file.py:name, or name the "
+            "column with the gold answers"
         )
     several = context if isinstance(context, str) or context is None else tuple(context)
     columns = DatasetColumns(question, gold, several, kind, tuple(metadata))
@@ -195,7 +199,7 @@ def dataset(
                 )
                 for split in parts
             }
-    return DatasetTask(name, splits, resolve_scorer(reward))
+    return DatasetTask(name, splits, resolve_scorer(reward), weights)
 
 
 def resolve_scorer(

@@ -12,7 +12,7 @@ answer, and not that a model can find it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,8 +31,8 @@ SCORE_S = 30.0
 """Default time limit for one call of a task's score function, in seconds."""
 _TOLERANCE = 1e-9
 _OFF = (
-    "switch this check off if one answer cannot show it (task.validate=false in a recipe, "
-    "--no-validate for eval)"
+    "switch this check off if the score has another scale, such as 0 to 100 or below 0, or if one "
+    "answer cannot show it (task.validate=false in a recipe, --no-validate for eval)"
 )
 
 
@@ -122,14 +122,16 @@ def validate_item(task: Task, item: Item, *, gold: bool = True, score_s: float =
     right = _right_answer(task, item)
     if right is None or not gold or getattr(task, "needs_rollout", False):
         return False
-    reached, most = _score_answer(task, item, right, score_s), _right_worth(task, item)
+    rewards, most = _score_answer(task, item, right, score_s), _right_worth(task, item)
+    reached = total(rewards, task.weights)
     if abs(reached - most) > _TOLERANCE:
         raise ConfigError(
-            f"{where}: the right answer {_short_repr(right)} scores {reached:g} and not {most:g}; "
-            f"correct the gold, the score or the weights, or {_OFF}"
+            f"{where}: the right answer {_short_repr(right)} scores {reached:g} and not {most:g}"
+            f"{_summands(rewards, task.weights)}; correct the gold, the score or the weights, or "
+            f"{_OFF}"
         )
     for wrong in (WRONG if item.wrong is None else item.wrong, None):
-        reached = _score_answer(task, item, wrong, score_s)
+        reached = total(_score_answer(task, item, wrong, score_s), task.weights)
         if reached >= most - _TOLERANCE:
             raise ConfigError(
                 f"{where}: the wrong answer {_short_repr(wrong)} scores {reached:g}; the "
@@ -161,9 +163,19 @@ def answer_only_trajectory(item: Item, answer: Any) -> Trajectory:
     )
 
 
-def _score_answer(task: Task, item: Item, answer: Any, score_s: float) -> float:
-    trajectory = score_with_timeout(task, item, answer_only_trajectory(item, answer), score_s)
-    return total(trajectory.rewards, task.weights)
+def _score_answer(task: Task, item: Item, answer: Any, score_s: float) -> dict[str, float]:
+    return score_with_timeout(task, item, answer_only_trajectory(item, answer), score_s).rewards
+
+
+def _summands(rewards: Mapping[str, float], weights: Mapping[str, float]) -> str:
+    """Format the named rewards and their weights as a sum, such as `` = 0.5 x close 1 + len 1``.
+
+    Returns an empty string for a single reward without a weight.
+    """
+    if len(rewards) == 1 and not weights:
+        return ""
+    parts = (f"{weights.get(name, 1.0):g} x {name} {value:g}" for name, value in rewards.items())
+    return f" (weight x reward: {' + '.join(parts)})"
 
 
 def _right_worth(task: Task, item: Item) -> float:

@@ -28,7 +28,9 @@ from ramify.tasks.base import (
     score_trajectory,
     total,
 )
+from ramify.tasks.batch_scoring import score_batch_with_timeout
 from ramify.tasks.scoring import exact, f1, normalised, numeric
+from ramify.tasks.scoring.batched import BatchedReward
 from ramify.tasks.validation import answer_only_trajectory, validate
 from ramify.types.trajectory import Trajectory
 
@@ -178,6 +180,34 @@ def test_invalid_reward_names_task_and_item(worth: Any, message: str) -> None:
         )
 
 
+def test_misspelled_weight_is_named_by_the_first_score() -> None:
+    item = Item("?", gold=3, id="two/test/0")
+
+    def two(answer: Any, item: Item) -> dict[str, float]:
+        return {"close": 1.0, "len": 0.5}
+
+    def of(weights: dict[str, float], reward: Any = two) -> DatasetTask:
+        return DatasetTask("two", {"test": [item]}, reward, weights)
+
+    message = "weights of task 'two': no reward 'lenn': did you mean 'len'. known: close, len; a re"
+    with pytest.raises(ConfigError, match=message):
+        validate(of({"close": 0.5, "lenn": 0.5}))
+    with pytest.raises(RamifyError, match=message):  # also without the check before a run
+        score_trajectory(of({"close": 0.5, "lenn": 0.5}), item, answer_only_trajectory(item, 1))
+
+    def together(completions: list[str]) -> list[Any]:
+        return [{"close": 1.0, "len": 0.5} for _ in completions]
+
+    error = score_batch_with_timeout(
+        of({"lenn": 0.5}, BatchedReward(together)), [(item, answer_only_trajectory(item, 1))], 30
+    )[0]
+    assert "no reward 'lenn': did you mean 'len'?" in str(error)
+    # Rewards that only some items have may have weights.
+    for weights in ({"close": 0.5, "len": 0.5, "lenn": 1.0}, {"close": 0.5, "steps": 1.0}):
+        scored = score_trajectory(of(weights), item, answer_only_trajectory(item, 1))
+        assert scored.rewards == {"close": 1.0, "len": 0.5}
+
+
 def test_async_reward_is_awaited_on_one_loop_for_all_answers() -> None:
     loops = []
 
@@ -279,6 +309,10 @@ def test_validate_skips_and_counts_items_without_gold_answer() -> None:
             "t/test/0: the right answer \\['seven', '7'\\] scores 0",
         ),
         (of(ITEM, weights={"correct": 0.5}), "t/test/0: the right answer 7 scores 0.5 and not 1"),
+        (
+            of(ITEM, reward=lambda answer, item: 100 * exact(answer, item)),
+            "scores 100 and not 1; .*if the score has another scale, such as 0 to 100 .*validate=f",
+        ),
         (
             of(ITEM, reward=lambda answer, item: 1.0),
             "t/test/0: the wrong answer .* scores 1; the score accepts any answer",

@@ -13,7 +13,7 @@ import pytest
 from ramify.errors import ConfigError, SourceError
 from ramify.tasks.base import Item, task_of
 from ramify.tasks.data import dataset
-from ramify.tasks.validation import validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 
 ROWS = [
     {"question": f"What is {n}+{n}?", "answer": 2 * n, "level": "easy" if n < 5 else "hard"}
@@ -157,6 +157,7 @@ def test_malformed_row_is_named(tmp_path: Path, lines: str, message: str) -> Non
         ({}, {}, "needs a source for at least one split"),
         (5, {}, "a int is not a dataset"),
         (ROWS, {"reward": "exakt"}, "unknown score 'exakt': did you mean 'exact'"),
+        (ROWS, {"gold": None}, "gold=None and reward='exact', which compares with a gold answer"),
     ],
 )
 def test_invalid_sources_are_rejected(source: Any, options: dict[str, Any], message: str) -> None:
@@ -213,6 +214,29 @@ def test_file_that_is_not_parquet_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("no")
     with pytest.raises(SourceError, match=r"x\.parquet is not Parquet"):
         dataset(tmp_path / "x.parquet")
+
+
+def test_rows_without_gold_answers_are_scored_by_a_function_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "lenr.py"
+    path.write_text("def longer(answer, item): return float(len(answer or ''))\n")
+    rows = jsonl(tmp_path / "rows.jsonl", [{"q": "Say something."}])
+    task = task_of(rows, question="q", gold=None, reward=f"{path}:longer")
+    (items,) = task.splits.values()
+    item = items[0]
+    assert item.gold is None
+    assert task.score(item, answer_only_trajectory(item, "hello")).rewards == {"correct": 5.0}
+
+
+def test_rewards_of_rows_have_weights(tmp_path: Path) -> None:
+    path = tmp_path / "two.py"
+    path.write_text("def two(answer, item): return {'close': float(answer == 3), 'len': 1.0}\n")
+    rows = jsonl(tmp_path / "rows.jsonl", [{"q": "1 + 2?", "a": 3}])
+    options = {"question": "q", "gold": "a", "reward": f"{path}:two"}
+    task = task_of(rows, **options, weights={"close": 0.75, "len": 0.25})
+    assert validate(task) == ""
+    refused = r"scores 2 and not 1 \(weight x reward: 1 x close 1 \+ 1 x len 1\); correct"
+    with pytest.raises(ConfigError, match=refused):
+        validate(task_of(rows, **options))
 
 
 # --- tasks by name
