@@ -39,7 +39,10 @@ from ramify.types.training_sequences import Batch, Floats, TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory
 
 PROBED = 1 / 64
-"""Share of a step's tokens that the probe recomputes. It always contains at least one call."""
+"""Share of a step's tokens that the probe recomputes, if that is at least ``MIN_PROBED``."""
+MIN_PROBED = 32
+"""Minimum number of sampled tokens that the probe recomputes, if the step has so many. In a mean
+over fewer, a single token whose probability grew tenfold would look like a divergence."""
 _MAX_LOG_RATIO = 20.0
 
 
@@ -319,15 +322,17 @@ def select_probe_sequences(
     known = [(tree, call) for tree, call in _sampled_calls(groups) if _has_logprobs(call)]
     budget = PROBED * sum(_size(call) for _, call in known)
     chosen: dict[str, RolloutAdvantages] = {}
+    num_probed = 0
     for tree, call in sorted(known, key=lambda each: _key(step, *each)):
-        # At least one call is probed, even if it exceeds the budget.
-        if chosen and budget < _size(call):
+        # The minimum is probed even if it exceeds the budget.
+        if num_probed >= MIN_PROBED and budget < _size(call):
             break
         budget -= _size(call)
         rollout = chosen.setdefault(tree.id, RolloutAdvantages(tree, {}))
         for index, turn in enumerate(call.turns):
             num = len(turn.reply.token_ids or ())
             if num:
+                num_probed += num
                 rollout.credits[call.id, index] = TokenCredit(
                     advantages=[0.0] * num, rl=[1.0] * num
                 )

@@ -146,6 +146,18 @@ def test_sample_is_a_small_share_and_does_not_depend_on_the_order() -> None:
     }
 
 
+def test_sample_of_short_replies_has_enough_tokens_for_a_mean() -> None:
+    def step(num: int) -> list[Group]:
+        rollouts = [trees.tree(trees.call("0", 2), reward=1.0) for _ in range(num)]
+        for index, tree in enumerate(rollouts):
+            tree.id = f"rollout {index}"
+        return [Group("short", rollouts)]
+
+    for num, probed in ((64, 32), (4, 8)):  # a small step is probed as a whole
+        rows = select_probe_sequences(step(num), 1.0, 3)
+        assert sum(row.rl.sum() for row in rows) == probed
+
+
 def test_gap_of_each_scored_token_is_noted_in_its_rollout() -> None:
     tree = trees.tree(trees.call("0", 2, 3), reward=1.0)
     tree.id = "step=1/group=0"
