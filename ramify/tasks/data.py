@@ -15,6 +15,7 @@ The prompt around a question is written by ``engine/prompt_scaffold.py``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -28,6 +29,8 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, SourceError
+from ramify.format_quantities import pluralize
+from ramify.logging import ComponentLogger
 from ramify.pip_install_command import install_command
 from ramify.tasks.base import (
     DATA_SUFFIXES,
@@ -41,6 +44,7 @@ from ramify.tasks.base import (
 from ramify.tasks.scoring import SCORERS
 from ramify.tasks.scoring.batched import BatchedReward
 
+_log = ComponentLogger("tasks")
 Row = Mapping[str, Any]
 Source = Any
 """A path to ``.jsonl`` or ``.parquet``, ``hf:NAME`` or ``hf:NAME:CONFIG``, a sequence of mappings,
@@ -51,6 +55,11 @@ _METADATA = ("info", "extra_info", "data_source")
 """Metadata columns that datasets for other libraries use, in the order in which they are tried."""
 _SHARE = 0.1
 """Share of the rows for each split except the first, if one source is divided into splits."""
+_CONFLICT = "with the question of an earlier row but another gold answer"
+_COPY = "equal to an earlier row"
+_NUM_COMPARED_ROWS = 100
+"""Number of rows among which an error about a missing column looks for one that has it."""
+_ROW_FORM = "every line must be an object"
 _HF_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
 
@@ -280,12 +289,26 @@ def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Ite
     try:
         return make(row)
     except KeyError as error:
-        raise ConfigError(
-            f"{where}: it has no column {error}; its columns are {', '.join(map(str, row))}; "
-            "name yours with the options question=… and gold=…"
-        ) from None
+        columns = f"it has no column {error}; its columns are {', '.join(map(str, row))}"
+        raise ConfigError(f"{where}: {columns}; {_column_advice(name, rows, row, make)}") from None
     except (TypeError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _column_advice(name: str, rows: Sequence[Row], wrong: Row, make: Callable[[Row], Item]) -> str:
+    """Return the advice for a table row that lacks a column.
+
+    Only this row is at fault if another row, one of the first few, converts to an item.
+    """
+    for number in range(min(len(rows), _NUM_COMPARED_ROWS)):
+        with contextlib.suppress(Exception):  # another row may be at fault, too
+            row = rows[number]
+            make(row)
+            lacking = " and ".join(f"'{column}'" for column in row if column not in wrong)
+            where = row_location(rows, number, name)
+            if lacking:
+                return f"{where} has {lacking}: complete this row or remove it"
+    return "name yours with the options question=… and gold=…"
 
 
 def _divide_rows(
@@ -298,6 +321,7 @@ def _divide_rows(
     would be empty gets the question with the largest hash from the largest split.
     """
     same: dict[bytes, list[int]] = {}
+    repeats = _RepeatedQuestions()
     for number in range(len(rows)):
         item = _item(name, rows, number, make)
         asked = (item.question, item.context, *([item.messages] if item.messages else []))
@@ -310,6 +334,8 @@ def _divide_rows(
             ) from None
         digest = hashlib.sha256(text).digest()
         same.setdefault(digest[:8], []).append(number)
+        repeats.add(digest[:8], number, item)
+    repeats.report(name, rows)
     divided: dict[str, list[bytes]] = {split: [] for split in splits}
     for digest in sorted(same):
         share = int.from_bytes(digest, "big") / 2**64 - (1 - _SHARE * (len(splits) - 1))
@@ -323,6 +349,40 @@ def _divide_rows(
         split: sorted(number for digest in digests for number in same[digest])
         for split, digests in divided.items()
     }
+
+
+class _RepeatedQuestions:
+    """Counts the table rows of a dataset whose question and context occur in an earlier row.
+
+    Rows with the same gold answer that differ in metadata are not counted, since a score may use
+    the metadata.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, tuple[int, int, int]] = {}
+        """Number of each question's first row, and hashes of its gold answer and of all else."""
+        self._found: dict[str, list[tuple[int, int]]] = {}
+
+    def add(self, question: bytes, number: int, item: Item) -> None:
+        """Compare a row with the first one that has the same question and context."""
+        gold, rest = hash(repr(item.gold)), hash(repr((item.kind, item.metadata)))
+        first, first_gold, first_rest = self._first.setdefault(question, (number, gold, rest))
+        if gold != first_gold:
+            self._found.setdefault(_CONFLICT, []).append((first, number))
+        elif rest == first_rest and number != first:
+            self._found.setdefault(_COPY, []).append((first, number))
+
+    def report(self, name: str, rows: Sequence[Row]) -> None:
+        """Log one warning with the number of rows of both kinds and an example of each."""
+        found = [
+            f"{pluralize(len(pairs), 'row')} {what} (first: {row_location(rows, second, name)}, "
+            f"like {row_location(rows, first, name).rpartition(', ')[2]})"
+            for what, pairs in sorted(self._found.items())
+            for first, second in pairs[:1]
+        ]
+        if found:
+            text = f"task '{name}' has {' and '.join(found)}"
+            _log.warning("repeated_questions", text, shown=True)
 
 
 def _rows_of_split(divided: Callable[[], Mapping[str, Sequence[int]]], split: str) -> Sequence[int]:
@@ -447,11 +507,13 @@ class JsonlRows(LazySequence[Row]):
         try:
             row = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise SourceError(f"{self.row_location(index)}: not JSON: {error}") from None
+            problem: object = error
+            kind = {b"[": "list", b"{": "object"}.get(line.lstrip()[:1])
+            if kind and "truncated" in str(error):  # an indented file, or one that was cut off
+                problem = f"the {kind} does not end in this line; {_ROW_FORM}"
+            raise SourceError(f"{self.row_location(index)}: not JSON: {problem}") from None
         if not isinstance(row, dict):
-            raise SourceError(
-                f"{self.row_location(index)}: a {type(row).__name__}; every line must be an object"
-            )
+            raise SourceError(f"{self.row_location(index)}: a {type(row).__name__}; {_ROW_FORM}")
         return row
 
 

@@ -35,6 +35,7 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import attempt
 from ramify.evaluate.run_evaluation import AttemptOutcome, EvaluationPlan, EvaluationStore, evaluate
 from ramify.logging import ComponentLogger
+from ramify.plugins import explain_conversion_error
 from ramify.progress import track_progress
 from ramify.sandbox.base import SandboxSpec
 from ramify.store.durable_files import TOKENIZED
@@ -82,11 +83,48 @@ def message_demonstrations(source: Any, num: int) -> Iterator[Trajectory]:
         try:
             yield _trajectory(f"{number}", msgspec.convert(row, _Row))
         except (msgspec.ValidationError, ValueError) as error:
-            columns = ", ".join(map(str, row))
-            raise ConfigError(
-                f"sft.demos: {row_location(rows, number, source)}: not a conversation: {error}; it "
-                f"has the columns {columns}, but needs messages, each with role and content"
-            ) from None
+            problem = _conversation_problem(row, error)
+            location = row_location(rows, number, source)
+            raise ConfigError(f"sft.demos: {location}: not a conversation: {problem}") from None
+
+
+def _conversation_problem(row: Mapping[str, Any], error: Exception) -> str:
+    """Explain why a table row is not a conversation, and how to convert it if its form is known."""
+    if form := _other_form(row):
+        return f"it has {form[0]}; write each row as {form[1]}"
+    if "messages" in row:
+        return explain_conversion_error(error, _Row)
+    columns = ", ".join(map(str, row))
+    return f"it has the columns {columns}, but needs messages, each with role and content"
+
+
+def _other_form(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Recognise a table row in a form of other libraries.
+
+    Returns the form's name, and a Python expression that converts the row, or None.
+    """
+    pair = '{"messages": [{"role": "user", "content": %s}, {"role": "assistant", "content": %s}]}'
+    match row:
+        case {"conversations": _} | {"messages": [{"from": _}, *_]}:
+            column = "conversations" if "conversations" in row else "messages"
+            return (
+                f"{column} with from and value (ShareGPT)",
+                '{"messages": [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], '
+                f'm["from"]), "content": m["value"]}} for m in row["{column}"]]}}',
+            )
+        case {"instruction": _, "output": _}:
+            asked = 'row["instruction"]' + (' + "\\n" + row["input"]' if "input" in row else "")
+            return "instruction and output (Alpaca)", pair % (asked, 'row["output"]')
+        case {"prompt": list(), "completion": list()}:
+            return "prompt and completion", '{"messages": row["prompt"] + row["completion"]}'
+    for asked, answered in (
+        ("prompt", "completion"),
+        ("prompt", "response"),
+        ("question", "answer"),
+    ):
+        if asked in row and answered in row:
+            return f"{asked} and {answered}", pair % (f'row["{asked}"]', f'row["{answered}"]')
+    return None
 
 
 def _trajectory(id: str, row: _Row) -> Trajectory:

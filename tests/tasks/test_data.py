@@ -129,7 +129,16 @@ def test_empty_context_becomes_none() -> None:
     [
         (
             '{"question": "a?", "answer": 1}\n{"question": "b?", "gold": 1}',
-            "x.jsonl, line 2: it has no column 'answer'; its columns are question, gold",
+            "line 2: it has no column 'answer'; its columns are question, gold; .*x.jsonl, line 1 "
+            "has 'answer': complete this row or remove it$",
+        ),
+        (
+            '{"question": "a?"}\n{"question": "b?", "solution": 1}',
+            "line 1: it has no column 'answer'.*x.jsonl, line 2 has 'solution': complete this row",
+        ),
+        (
+            '{"question": "a?", "a": 1}\n{"question": "b?"}',
+            "line 1: it has no column 'answer'.*; name yours with the options question=… and gold",
         ),
         (
             '{"question": 5, "answer": 1}',
@@ -137,6 +146,14 @@ def test_empty_context_becomes_none() -> None:
         ),
         ('{"question": "a?", "answer": null}', "x.jsonl, line 1: column 'answer' is empty"),
         ('{"question": "a?"', "x.jsonl, line 1: not JSON"),
+        (
+            '{"question": "a?",\n "answer": 1}',
+            "x.jsonl, line 1: not JSON: the object does not end in this line; every line must be",
+        ),
+        (
+            '[\n  {"question": "a?", "answer": 1}\n]',
+            "line 1: not JSON: the list does not end in this line; every line must be an object",
+        ),
         ('{"question": ' + "[" * 5000 + "]" * 5000 + "}", "x.jsonl, line 1: not JSON"),
         ("\n[1, 2]", "x.jsonl, line 2: a list; every line must be an object"),
         ("\n \n", "/x.jsonl, split 'test': it has no rows"),
@@ -277,3 +294,26 @@ def test_tasks_are_loaded_by_name_path_or_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             task_of(name, **options)
+
+
+def test_repeated_questions_are_counted_in_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"question": f"{n}?", "answer": n} for n in range(20)]
+    path = tmp_path / "x.jsonl"
+
+    def warnings(more: list[dict[str, Any]]) -> list[str]:
+        caplog.clear()
+        path.write_text("\n".join(map(json.dumps, [*rows, *more])))
+        dataset(path)
+        return [record.getMessage() for record in caplog.records]
+
+    other = [{"question": "1?", "answer": 2}, {"question": "3?", "answer": 2}]
+    assert warnings([*other, rows[5]]) == [
+        f"task 'x' has 1 row equal to an earlier row (first: {path}, line 23, like line 6) and 2 "
+        "rows with the question of an earlier row but another gold answer (first: "
+        f"{path}, line 21, like line 2)"
+    ]
+    assert warnings([]) == []
+    noted = [{**rows[0], "info": {"seed": n}} for n in range(2)]
+    assert warnings(noted) == []

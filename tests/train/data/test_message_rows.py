@@ -102,8 +102,17 @@ def test_tool_calls_text_parts_and_named_rewards_are_read(tmp_path: Path) -> Non
     [
         (
             {"prompt": "x", "completion": "y"},
-            "d.jsonl, line 2: .*`messages`; it has the columns prompt, com",
+            r"d.jsonl, line 2: .*it has prompt and completion; write each row as \{.*row\[.prompt",
         ),
+        (
+            {"conversations": [{"from": "human", "value": "x"}]},
+            "line 2: .*it has conversations with from and value .ShareGPT.; write each row as",
+        ),
+        (
+            {"instruction": "x", "input": "", "output": "y"},
+            "line 2: .*it has instruction and output .Alpaca.; write each row as",
+        ),
+        ({"text": "x"}, "it has the columns text, but needs messages, each with role and content$"),
         ({"messages": [USER]}, "d.jsonl, line 2: .*it has no reply to learn"),
         ({"messages": []}, "d.jsonl, line 2: .*it has no reply to learn"),
         ({"messages": [USER, reply_row("4", weight=0)]}, "it has no reply to learn"),
@@ -113,13 +122,38 @@ def test_tool_calls_text_parts_and_named_rewards_are_read(tmp_path: Path) -> Non
             "d.jsonl, line 2: .*the reply in message 1 is empty",
         ),
         ({"messages": [reply_row("4")]}, "its first message is the assistant's"),
-        ({"messages": [{"role": "human", "content": "x"}]}, "d.jsonl, line 2: .*'human'"),
+        (
+            {"messages": [{"role": "human", "content": "x"}]},
+            "line 2: .*'human'.*known: assistant, d",
+        ),
         ({"messages": [USER, reply_row("4")], "reward": "high"}, r"Expected `float \| null`"),
     ],
 )
 def test_malformed_row_is_named_in_the_error(tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         list(message_demonstrations(jsonl(tmp_path / "d.jsonl", [ROWS[0], row]), 9))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "a\nb"}, {"from": "gpt", "value": "4"}]},
+        {"messages": [{"from": "human", "value": "a\nb"}, {"from": "gpt", "value": "4"}]},
+        {"instruction": "a", "input": "b", "output": "4"},
+        {"instruction": "a\nb", "output": "4"},
+        {"prompt": "a\nb", "completion": "4"},
+        {"prompt": [{**USER, "content": "a\nb"}], "completion": [reply_row("4")]},
+        {"question": "a\nb", "answer": "4"},
+    ],
+)
+def test_suggested_conversion_of_another_form_gives_a_conversation(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        list(message_demonstrations(jsonl(tmp_path / "d.jsonl", [row]), 1))
+    converted = eval(str(raised.value).partition("write each row as ")[2], {"row": row})
+    (shown,) = message_demonstrations(jsonl(tmp_path / "d.jsonl", [converted]), 1)
+    assert learned(shown) == [(0, ["a\nb"], "4")]
 
 
 def test_message_that_the_format_lacks_is_named_with_its_file_and_line(tmp_path: Path) -> None:
