@@ -169,6 +169,9 @@ class SubcommandSpec(NamedTuple):
     """Maximum number of positional arguments; None for any number."""
     options: Sequence[CliOptionSpec] = ()
     epilog: str = ""
+    advise_on_option: Callable[[str, list[str]], str] | None = None
+    """Function that returns advice on an unknown option, given all arguments of the command too, or
+    "" if a similar option is to be suggested."""
 
     def call(self, arguments: list[str]) -> int:
         """Parse the arguments, run the command, and return its exit code.
@@ -198,13 +201,10 @@ class SubcommandSpec(NamedTuple):
         namespace, unknown = self.parser().parse_known_intermixed_args(arguments[:end])
         if unknown:
             known = [form for option in self.options for form in option.long_forms]
-            advice = "a field of the run has no dashes, as in rl.optim.lr=1e-4"
-            takes_fields = "FIELD=VALUE" in self.words
-            raise UsageError(
-                unknown_option_message(
-                    unknown[0], [*known, "--verbose", "--help"], advice if takes_fields else ""
-                )
-            )
+            advice = self.advise_on_option(unknown[0], arguments) if self.advise_on_option else ""
+            if advice:
+                raise UsageError(f"unknown option {unknown[0]}: {advice}")
+            raise UsageError(unknown_option_message(unknown[0], [*known, "--verbose", "--help"]))
         namespace.words += arguments[end + 1 :]
         return vars(namespace)
 
@@ -271,11 +271,10 @@ def parse_plain_arguments(
     return {**values, "words": words, "verbosity": 0}
 
 
-def unknown_option_message(given: str, known: Sequence[str], otherwise: str = "") -> str:
+def unknown_option_message(given: str, known: Sequence[str]) -> str:
     """Describe an option that a command does not have, and suggest a similar one from ``known``.
 
-    Options that are used more often come first in ``known``. If none is similar, the advice is
-    ``otherwise``.
+    Options that are used more often come first in ``known``.
     """
     name = given.partition("=")[0]
     # An option that was split, such as --token into --token-file, is nearer than a similar word.
@@ -284,9 +283,15 @@ def unknown_option_message(given: str, known: Sequence[str], otherwise: str = ""
         # So is the only one with a word in common: --key-file instead of --keys for --api-key.
         words = set(name.strip("-").split("-"))
         sharing = [option for option in known if words & set(option.strip("-").split("-"))]
-        close = sharing if len(sharing) == 1 else [*filter(None, [nearest_name(name, known)])]
-    advice = f"did you mean {close[0]}?" if close else otherwise
-    return f"unknown option {given}" + (f": {advice}" if advice else "")
+        close = sharing if len(sharing) == 1 else [*filter(None, [_nearest_option(name, known)])]
+    return f"unknown option {given}" + (f": did you mean {close[0]}?" if close else "")
+
+
+def _nearest_option(name: str, known: Sequence[str]) -> str | None:
+    """Return the option that is most like ``name``, apart from the dashes, which all have."""
+    forms = {option.lstrip("-"): option for option in reversed(known)}
+    close = nearest_name(name.lstrip("-"), [option.lstrip("-") for option in known])
+    return None if close is None else forms[close]
 
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}

@@ -42,6 +42,7 @@ from ramify.cli.telemetry import span_export_context
 from ramify.cli.terminal_text import StderrMessageWriter, print_error
 from ramify.log_handlers import RUN_LOG
 from ramify.logging import ComponentLogger, run_log
+from ramify.nearest_name import nearest_name
 from ramify.progress import track_progress
 from ramify.train.checkpoint import find_lock_holder
 from ramify.train.metrics import FILE, StepMetrics, read_metrics
@@ -179,7 +180,10 @@ def train(
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if len(recipes) > 1 or (not recipes and resume is None):
+        _check_fields_have_values(recipes)
         raise UsageError("give one recipe, or --resume DIR")
+    if recipes and not Path(recipes[0]).exists():
+        _check_fields_have_values(recipes)
     if preset and not recipes:
         raise UsageError(
             f"--preset {preset} needs the recipe: a resumed run keeps the options it began with"
@@ -236,6 +240,38 @@ def train(
             return ExitCode.STOPPED
     print(f"trained policy in {folder}/policy: ramify ask --model local:{folder}/policy …")
     return ExitCode.ANSWERED
+
+
+def _check_fields_have_values(words: Sequence[str]) -> None:
+    """Raise UsageError if one of the words for a recipe is a field of the run instead."""
+    from ramify.train.config import Run
+    from ramify.train.config_fields import fields
+
+    known = {each.name for each in fields(Run)}
+    for word, after in pairwise([*words, ""]):
+        if word in known:
+            raise UsageError(f"'{word}' has no value: write {word}={after or 'VALUE'}")
+
+
+def _advise_on_option(given: str, arguments: list[str]) -> str:
+    """Return how to write a field of the run that was given as an option.
+
+    Returns "" if the option is more like one of the command.
+    """
+    from ramify.train.config import Run
+    from ramify.train.config_fields import fields, unknown_field_hint
+
+    option, has_value, value = given.partition("=")
+    name = option.lstrip("-").replace("-", "_")
+    if not has_value and given in arguments:
+        value = next(iter(arguments[arguments.index(given) + 1 :]), "")
+    if any(each.name == name for each in fields(Run)):
+        return f"a field of the run has no dashes: write {name}={value or 'VALUE'}"
+    if "." not in name and nearest_name(name, [each.name for each in COMMAND.options]):
+        return ""
+    hint = unknown_field_hint(Run, None, name, with_known=False)
+    advice = "a field of the run has no dashes, as in rl.optim.lr=1e-4"
+    return f"{advice}: {hint}" if hint else advice
 
 
 def _end_with_a_record(folder: Path) -> None:
@@ -353,6 +389,7 @@ FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.objective
 ramify train --fields, or docs/fields.md.""",
     run=train,
     words="RECIPE [FIELD=VALUE…]",
+    advise_on_option=_advise_on_option,
     max_words=None,
     options=(
         CliOptionSpec(

@@ -237,13 +237,19 @@ def class_summary(kind: type) -> str:
 
 
 def unknown_field_hint(
-    kind: type[msgspec.Struct], value: Any, name: str, *, with_class: bool = False
+    kind: type[msgspec.Struct],
+    value: Any,
+    name: str,
+    *,
+    with_class: bool = False,
+    with_known: bool = True,
 ) -> str:
     """Return a hint for an unknown field, such as ``did you mean 'rl.optim.lr'?``.
 
     ``kind`` is the class of the whole configuration, in which the field is searched, and ``value``
     the configuration itself, if there is one. With ``with_class``, the class of a field in another
-    section is named, for people who write a recipe.
+    section is named, for people who write a recipe. Without ``with_known``, the hint does not list
+    the fields of the section that was named.
 
     Fields of the section that was named come first if they are similar. Then come fields of any
     section with the same name, or with the name that this project has for it. Sections that are
@@ -256,17 +262,17 @@ def unknown_field_hint(
         for each in every
         if each.name.startswith(section) and "." not in each.name.removeprefix(section)
     ]
-    known = f"known: {', '.join(sorted(inside))}"
+    known = f" known: {', '.join(sorted(inside))}" if with_known else ""
     first, last = wrong.partition(".")[0], wrong.rpartition(".")[2]
     if close := nearest_name(first, inside, _SURE):
-        return f"did you mean '{close}'? {known}"
+        return f"did you mean '{close}'?{known}"
     found = _find_similar_fields(every, {last.casefold(), name.replace(".", "_")}, name, section)
     if not found and (close := nearest_name(first, inside)):
-        return f"did you mean '{close}'? {known}"
+        return f"did you mean '{close}'?{known}"
     if not found:
-        ends = {each.name.rpartition(".")[2]: each for each in reversed(every)}
+        ends = dict.fromkeys(each.name.rpartition(".")[2] for each in reversed(every))
         end = nearest_name(last, ends, _SURE)
-        found = [] if end is None else [ends[end]]
+        found = [] if end is None else _find_similar_fields(every, {end}, name, section)
     shown = []
     for each in found[:_MOST_SUGGESTED]:
         path = each.name.removeprefix(section)
@@ -279,7 +285,7 @@ def unknown_field_hint(
             if with_class
             else f"'{each.name}'"
         )
-    return (f"did you mean {' or '.join(shown)}? " if shown else "") + known
+    return (f"did you mean {' or '.join(shown)}?{known}" if shown else known).lstrip()
 
 
 def _known_part(name: str, every: set[str]) -> tuple[str, str]:

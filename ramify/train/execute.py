@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import contextvars
 import os
+import shlex
 import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ramify.errors import ConfigError
@@ -102,7 +105,7 @@ def train(
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + signal.Signals[stopped.by]) from None
         except KeyboardInterrupt:
-            text = _stop_message(out, "the run was ended at once by SIGINT")
+            text = _stop_message(out, "the run was ended by SIGINT")
             _log.warning("run_stopped", text, shown=True)
             raise
         except BaseException as error:
@@ -129,8 +132,8 @@ def _train(
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
     if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
         raise ConfigError(
-            f"{out} already contains a run: resume it with ramify train --resume {out}, or give "
-            "another folder"
+            f"{out} already contains a run: resume it with ramify train --resume {out}, give "
+            f"another folder, or remove this one to start again: rm -r {shlex.quote(str(out))}"
         )
     check_folder(out)
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
@@ -149,7 +152,10 @@ def _train(
     trainers: list[Trainer] = []
 
     async def execute() -> CheckpointedProgress:
-        with track_progress("preparing", note="task, demonstrations and policy"):
+        with (
+            track_progress("preparing", note="task, demonstrations and policy"),
+            _reported_interrupt(),
+        ):
             parts = assemble(resolved)
         report_policy_defaults(resolved.given, run, resumed=checkpoint is not None)
         async with opened_trainer(
@@ -218,6 +224,33 @@ def _in_new_loop(
 
 
 @contextlib.contextmanager
+def _reported_interrupt() -> Iterator[None]:
+    """Log an interrupt at once, although it takes effect when the preparation is done.
+
+    A second one ends the run at once. Signals are handled only in the main thread.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    context = contextvars.copy_context()
+    text = "SIGINT: stopping when the run is prepared; a second one ends it at once"
+    log = partial(_log.info, "stopping", text, shown=True)
+
+    def arrived(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before)
+        # In a thread, as this one may hold the lock of a log's output.
+        threading.Thread(None, context.run, "report of an interrupt", (log,)).start()
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, arrived)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
     """Stop ``trainer`` at the first termination signal that arrives inside the ``with`` block.
 
@@ -236,6 +269,12 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
         nonlocal stopped_at
         if stopped_at is None:
             stopped_at = time.monotonic()
+            _log.info(
+                "stopping",
+                f"{number.name}: stopping; a step that is being learned from is finished and saved "
+                "first; a second signal ends the run at once",
+                shown=True,
+            )
             trainer.stop(number.name)
         elif time.monotonic() - stopped_at > _SAME_S:
             signal.signal(number, before[number])

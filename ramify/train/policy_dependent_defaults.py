@@ -43,6 +43,7 @@ _FROM_SCRATCH_RATES = {"warmup": 1e-3, "sft": 1e-3, "rl": 3e-4}
 """Usual learning rates for a policy from scratch, by stage. A policy that has just learned to
 imitate is certain of what it does, and at 1e-3 a few updates of ``rl`` unlearn it."""
 _HIGH, _HIGH_FROM_SCRATCH = 10, 100
+_HIGH_TEMPERATURE = 2.0
 """A learning rate is reported if it is at least this many times the usual one. Small policies from
 scratch were trained well at 30 times the usual one."""
 S = TypeVar("S", bound=msgspec.Struct)
@@ -98,7 +99,8 @@ def usual_learning_rate(run: Run, stage: str) -> float:
 
 
 def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> None:
-    """Log the defaults filled in for the policy, and warn about unusually high learning rates.
+    """Log the defaults filled in for the policy, and warn about unusually high learning rates and
+    temperatures.
 
     A resumed run does not log the defaults again.
     """
@@ -131,6 +133,16 @@ def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> No
                 + (" with adapters" if run.policy.lora and is_pretrained(run.policy) else "")
             )
             _log.warning("high_learning_rate", text, shown=True, stage=name)
+    temperatures = {"evaluate.temperature": run.evaluate.temperature}
+    if run.rl is not None:
+        temperatures["rl.rollout.temperature"] = run.rl.rollout.temperature
+    for name, temperature in temperatures.items():
+        if temperature > _HIGH_TEMPERATURE:
+            text = (
+                f"{name}={temperature:g} samples almost random tokens: at most "
+                f"{_HIGH_TEMPERATURE:g} is usual"
+            )
+            _log.warning("high_temperature", text, shown=True)
 
 
 _SIZES = ((0, 128, 3), (5_000_000, 256, 4), (50_000_000, 512, 8))

@@ -426,8 +426,8 @@ def sft_rows(
 ) -> list[TokenSequence]:
     """Return the token sequences that supervised fine-tuning trains on.
 
-    Sequences longer than the policy's context window are left out with a warning. Raises
-    ConfigError if there is nothing to learn from.
+    Sequences longer than the policy's context window are left out with a warning. Another warning
+    says that most are longer than a batch. Raises ConfigError if there is nothing to learn from.
     """
     groups = [
         Group(trajectory.task, [trajectory])
@@ -449,5 +449,14 @@ def sft_rows(
             shown=True,
             left_out=len(rows) - len(fitting),
             of=len(rows),
+        )
+    num_longer = sum(len(row) > spec.batch_tokens for row in fitting)
+    if num_longer > len(fitting) / 2:
+        _log.warning(
+            "small_sft_batches",
+            f"sft.batch_tokens={spec.batch_tokens} is less than {num_longer} of {len(fitting)} "
+            "demonstration sequences have, each of which is a step of its own: the longest has "
+            f"{max(map(len, fitting))} tokens",
+            shown=True,
         )
     return fitting

@@ -57,6 +57,8 @@ def test_interrupted_run_names_the_resume_command(shell: Shell) -> None:
     assert latest is not None
     step = max(row.step for row in read_metrics(out) if row.stage == "rl")
     assert latest.name == f"step-{step:06d}"
+    stopping = "SIGINT: stopping; a step that is being learned from is finished and saved first"
+    assert stopping in err.decode()
     assert err.decode().splitlines()[-1] == (
         f"the run was ended by SIGINT; it is saved at step {step}; continue with: "
         "ramify train --resume out"
@@ -64,11 +66,45 @@ def test_interrupted_run_names_the_resume_command(shell: Shell) -> None:
     assert "Traceback" not in (out / "run.log").read_text()
 
 
+def test_interrupt_of_the_preparation_is_reported_before_it_takes_effect(shell: Shell) -> None:
+    """The demonstrations interrupt the run, and wait for what is printed meanwhile."""
+    shell.write("small.py", RECIPE)
+    shell.write(
+        "slow.py",
+        "import os, signal, threading\n"
+        "from ramify.train.data.sft_data import DEMOS\n"
+        "def demos(*given):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    for each in threading.enumerate():\n"
+        "        if each.name == 'report of an interrupt':\n"
+        "            each.join()\n"
+        "    os.write(2, b'still preparing\\n')\n"
+        "    return DEMOS.resolve('ledger')(*given)\n",
+    )
+    done = shell.run("train", "small.py", "sft.demos=slow.py:demos", *SHORT, "--plain")
+    assert done.code == 130
+    *_, told, preparing = (
+        line for line in done.err.splitlines() if line.startswith(("SIGINT", "still"))
+    )
+    assert told == "SIGINT: stopping when the run is prepared; a second one ends it at once"
+    assert preparing == "still preparing"
+    assert done.err.splitlines()[-1] == (
+        "the run was ended by SIGINT before its first checkpoint, so there is nothing to resume"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "give one recipe, or --resume DIR"),
         (("a.py", "b.py"), "give one recipe"),
+        (("small.py", "rl.steps", "3"), "'rl.steps' has no value: write rl.steps=3"),
+        (("rl.steps",), "'rl.steps' has no value: write rl.steps=VALUE"),
+        (("small.py", "--rl.steps", "3"), "a field of the run has no dashes: write rl.steps=3 ("),
+        (("small.py", "--rl.steps=3"), "a field of the run has no dashes: write rl.steps=3 ("),
+        (("small.py", "--seed", "3"), "unknown option --seed: a field of the run has no dashes: w"),
+        (("small.py", "--step", "3"), "as in rl.optim.lr=1e-4: did you mean 'rl.steps'"),
+        (("small.py", "--ouy", "x"), "unknown option --ouy: did you mean --out?"),
         (("missing.py",), "missing.py is not a recipe"),
         (("small.py", "rl.setps=3"), "no field 'setps': did you mean 'steps'?"),
         (("small.py", "rl.steps=many"), "rl.steps=many: Expected `int`"),

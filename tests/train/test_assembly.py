@@ -286,7 +286,8 @@ def test_files_that_are_not_recipes_are_rejected(tmp_path: Path) -> None:
 def test_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     run = small(warmup=None, rl=None)
     train(run, tmp_path)
-    resume = re.escape(f"already contains a run: resume it with ramify train --resume {tmp_path},")
+    resume = re.escape(f"already contains a run: resume it with ramify train --resume {tmp_path}, ")
+    resume += f"give another folder, or remove this one to start again: rm -r {tmp_path}$"
     with pytest.raises(ConfigError, match=resume):
         train(run, tmp_path)
     again = load_stored_run(tmp_path)

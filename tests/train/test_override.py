@@ -178,3 +178,19 @@ def test_names_of_other_trainers_stand_for_fields_that_exist() -> None:
 
 def test_fields_of_a_section_that_was_not_set_create_it() -> None:
     assert overridden("sft.lr=0.5").sft == Optim(lr=0.5)
+
+
+class _WithSection(msgspec.Struct, frozen=True):
+    optim: Optim | None = Optim(lr=0.5)
+
+
+def test_section_that_was_removed_is_not_set_again_from_defaults() -> None:
+    """Otherwise what the recipe had set in it would be lost without a word."""
+    assert override(_WithSection(), ["optim=null"]).optim is None
+    with pytest.raises(ConfigError) as raised:
+        override(_WithSection(), ["optim=null", "optim.clip=3"])
+    assert str(raised.value) == (
+        "override optim=null optim.clip=3: the first removes the section with all that the recipe "
+        "sets in it: leave out optim=null to change the recipe's optim"
+    )
+    assert override(_WithSection(None), ["optim.clip=3"]).optim == Optim(clip=3)

@@ -15,6 +15,7 @@ from ramify.errors import ConfigError
 from ramify.models.load import from_config, load_policy, save_policy
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, RlSpec, Run, SftSpec
+from ramify.train.config_overrides import override
 from ramify.train.policy_dependent_defaults import report_policy_defaults, with_policy_defaults
 from ramify.train.preflight import warn_missing_chat_template
 from ramify.train.stages import with_schedule_defaults
@@ -151,6 +152,21 @@ def test_high_learning_rate_gives_a_warning_with_the_usual_rate(
     found = [record.getMessage() for record in caplog.records]
     assert len(found) == warns
     assert all(text.endswith(f"checkpoints usually tolerate: {usual}") for text in found)
+
+
+def test_high_temperature_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    run = with_policy_defaults(run_of(PolicySpec(shape=SHAPE)))
+    for temperature, says in ((1.5, []), (9.0, ["evaluate.temperature=9", "rl.rollout.temp"])):
+        changed = override(
+            run,
+            [f"evaluate.temperature={temperature}", f"rl.rollout.temperature={temperature}"],
+        )
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "ramify.train"):
+            report_policy_defaults(changed, changed)
+        found = [record.getMessage() for record in caplog.records]
+        assert len(found) == len(says)
+        assert all(text.startswith(name) for text, name in zip(found, says, strict=True))
 
 
 @pytest.mark.parametrize(("rate", "says"), [(2e-2, []), (3e-2, ["100"]), (5.0, ["1.67e+04"])])

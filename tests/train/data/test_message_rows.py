@@ -156,6 +156,18 @@ def test_suggested_conversion_of_another_form_gives_a_conversation(
     assert learned(shown) == [(0, ["a\nb"], "4")]
 
 
+def test_batch_smaller_than_most_demonstrations_gives_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    demos = jsonl(tmp_path / "d.jsonl", ROWS)
+    for batch_tokens, num in ((2048, 0), (4, 1)):
+        caplog.clear()
+        parts_of(demos, batch_tokens=batch_tokens)
+        found = [each.getMessage() for each in caplog.records if "batch_tokens" in each.msg]
+        assert len(found) == num
+    assert found[0].startswith("sft.batch_tokens=4 is less than 3 of 3 demonstration sequences")
+
+
 def test_message_that_the_format_lacks_is_named_with_its_file_and_line(tmp_path: Path) -> None:
     brief = {"messages": [{"role": "system", "content": "Be brief."}, USER, reply_row("4")]}
     with pytest.raises(
