@@ -175,7 +175,7 @@ def asked(model: str, keep: Path | None) -> int:
     )
     print(
         "  export OPENAI_API_KEY=…\n"
-        '  .venv/bin/ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini'
+        '  .venv/bin/ramify ask "What is this project for?" README.md --model openai:gpt-5-mini'
     )
     if keep:
         print(

@@ -19,9 +19,12 @@ from ramify.terminal_sanitizer import strip_controls_to_line
 def plugins(words: list[str], json: bool | None) -> int:
     found = list(registries())
     kinds = {each.kind: each for each in found}
-    if words and words[0] not in kinds:
-        raise UsageError(f"unknown kind '{words[0]}': {did_you_mean(words[0], kinds)}")
-    chosen = [kinds[words[0]]] if words else found
+    kind = " ".join(words)
+    if words and kind not in kinds:
+        if words[0] in kinds:
+            raise UsageError(f"unexpected argument '{words[1]}'")
+        raise UsageError(f"unknown kind '{kind}': {did_you_mean(kind, kinds)}")
+    chosen = [kinds[kind]] if words else found
     entries = [
         entry
         for each in chosen
@@ -65,6 +68,6 @@ COMMAND = SubcommandSpec(
     plugins,
     "[KIND]",
     0,
-    1,
+    3,  # some kinds have several words
     options=(CliOptionSpec("json", bool, "print one JSON object per line", has_no=False),),
 )

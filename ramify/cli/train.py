@@ -142,16 +142,19 @@ def format_metrics_line(measured: StepMetrics) -> str:
     The line of an evaluation has its scores. The line of a training step has the rewards and a
     selection of metrics.
     """
+    return f"{measured.at_s:8.1f} s  step {measured.step} ({measured.stage})  " + "  ".join(
+        f"{name} {value:.4g}" for name, value in _metrics_in_line(measured).items()
+    )
+
+
+def _metrics_in_line(measured: StepMetrics) -> dict[str, float]:
     is_evaluation = "evaluate_s" in measured.values
-    shown = {
+    return {
         name: value
         for name, value in measured.values.items()
         if (name in IN_LINES and (value or name != "failed_rollouts"))
         or ("/" in name and (is_evaluation or name.endswith("/reward")))
     }
-    return f"{measured.at_s:8.1f} s  step {measured.step} ({measured.stage})  " + "  ".join(
-        f"{name} {value:.4g}" for name, value in shown.items()
-    )
 
 
 TRACKERS = "tensorboard, wandb, mlflow, trackio"
@@ -370,9 +373,10 @@ def _create_curve_drawer(
 def _say(measured: StepMetrics, notes: StderrMessageWriter) -> None:
     """Print the metrics of a training step as one line.
 
-    In stages without sampling, only one in ``EVERY`` steps is printed.
+    In stages without sampling, only one in ``EVERY`` steps is printed. A step without any metric to
+    print, such as one that failed, has no line.
     """
-    if (
+    if _metrics_in_line(measured) and (
         measured.stage not in ("warmup", "sft")
         or measured.step % EVERY == 0
         or "validation/reward" in measured.values

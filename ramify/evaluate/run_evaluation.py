@@ -41,6 +41,7 @@ from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, RunInUse, StoreError, UnknownRun
 from ramify.evaluate.attempt import GRACE_S, UNANSWERED, attempt
 from ramify.evaluate.cost_budget import CostBudget
+from ramify.logging import ComponentLogger
 from ramify.store.durable_files import EVALUATIONS, FILE_MODE, make_folder, write_all
 from ramify.tasks.base import GeneratedSplit, Item, Task, items_of, total
 from ramify.tasks.scoring.answer_text import as_text
@@ -112,6 +113,9 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
     seconds: float = 0.0
 
 
+_log = ComponentLogger("evaluate")
+
+
 class AttemptStartRecord(msgspec.Struct, frozen=True, tag="started"):
     """A record that an attempt at a task item has begun.
 
@@ -145,10 +149,13 @@ def choose_split(task: Task, given: str | None = None) -> str:
         items_of(task, given or "test")
         return given or "test"
     if len(task.splits) == 1:
-        return next(iter(task.splits))
+        only = next(iter(task.splits))
+        text = f"task '{task.name}' has no split 'test', so its only one, '{only}', is evaluated"
+        _log.info("only_split", text, shown=True)
+        return only
     raise ConfigError(
         f"task '{task.name}' has no split 'test'; it has {', '.join(task.splits)}: choose one with "
-        "--split"
+        "--split, or give at least three questions if they come from one file"
     )
 
 

@@ -424,9 +424,9 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
     """
 
     provider: str = "jail"
-    """A name in ``SANDBOXES``, or the location of a function ``open_provider(spec)``, such as
-    ``module:name`` or ``file.py:name``. The jail needs Linux. On other systems, name another
-    provider that isolates, or set ``allow_weaker``."""
+    """A name that ``ramify plugins sandbox`` lists, or the location of a function
+    ``open_provider(spec)``, such as ``module:name`` or ``file.py:name``. The jail needs
+    Linux. On other systems, name another provider that isolates, or set ``allow_weaker``."""
     memory_bytes: int = 2 << 30
     """Maximum address space in bytes that a session may allocate in addition to what it inherits
     when it is forked."""

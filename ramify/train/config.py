@@ -111,8 +111,7 @@ class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     rank: int = 16
     """Rank of the adapters: the size of their inner dimension."""
     alpha: float | None = None
-    """Adapters are scaled by ``alpha / rank``. None: a default that depends on the policy
-    (``policy_dependent_defaults.py``)."""
+    """Adapters are scaled by ``alpha / rank``. None: a default that depends on the policy."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Linear modules that get an adapter, by the last part of their names, such as ``q_proj``.
     ``all-linear``: all except the output matrix."""
@@ -138,8 +137,7 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     shape: dict[str, Any] = {}
     """Fields of a Hugging Face configuration, including ``model_type``, of a model to create from
     scratch, if ``path`` is empty. If ``shape`` is empty too, the model is a transformer whose
-    vocabulary, window and sizes follow from the demonstrations
-    (``policy_dependent_defaults.scratch_model_config``)."""
+    vocabulary, window and sizes follow from the demonstrations."""
     tokenizer: str = ""
     """A folder with the tokenizer for a model created from scratch. Empty: train one on the
     demonstrations."""
@@ -185,8 +183,8 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """
 
     name: str = "ledger"
-    """The task: a name in ``tasks.base.TASKS``, ``module:attribute``, ``file.py:attribute``, a
-    .jsonl or .parquet file, ``hf:NAME`` or ``verifiers:ID``."""
+    """The task: a name that ``ramify plugins task`` lists, ``module:attribute``,
+    ``file.py:attribute``, a .jsonl or .parquet file, ``hf:NAME`` or ``verifiers:ID``."""
     options: dict[str, Any] = {}
     """Arguments of the function that builds the task."""
     traffic: str = ""
@@ -301,9 +299,8 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ``algorithm`` and ``loss`` unless they are given. As an override on the command line, it
     replaces both, and overrides of single fields are applied afterwards."""
     algorithm: Any = _ALGORITHM
-    """The algorithm that computes advantages; implements ``advantages.base.Algorithm``. In a
-    configuration: a name from ``docs/algorithms.md``, a dotted path, or a map with ``name`` and
-    options."""
+    """The algorithm that computes advantages. In a configuration: a name from
+    ``docs/algorithms.md``, a dotted path, or a map with ``name`` and options."""
     signals: dict[str, Any] = {}
     """Name -> signal: feedback in addition to the reward, weighted by ``algorithm=Hybrid(…)``. A
     signal is a name in ``signals.signal_runner.SIGNALS``, an object, or a mapping with ``name`` and

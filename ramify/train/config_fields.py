@@ -16,6 +16,7 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 import textwrap
 import types
 import typing
@@ -65,6 +66,8 @@ OTHER_NAMES: Mapping[str, Sequence[str]] = {
 }
 """Maps the full name of a field, or the last part of a name, to the names that other trainers and
 their users give it."""
+_NONE = re.compile(r"\bNone\b")
+"""Python's word for ``null``, which is what a configuration has."""
 _SURE = 0.75
 """Minimum similarity of names at which a field of the same section is suggested before others."""
 _MOST_SUGGESTED = 3
@@ -114,7 +117,8 @@ def fields(
             describe_type(hints.get(name, Any), section),
             default,
             current,
-            meanings.get(name) or ("" if section is None else class_summary(section)),
+            _NONE.sub("null", meanings.get(name, ""))
+            or ("" if section is None else class_summary(section)),
             section,
         )
         if section is not None:

@@ -272,7 +272,7 @@ def _set_field(
             name = ".".join(first.path[: depth + 1])
             raise ConfigError(
                 f"override {name}=null {parts[0]}: the first removes the section with all that "
-                f"the recipe sets in it: leave out {name}=null to change the recipe's {name}"
+                f"the recipe sets in it: remove {name}=null to change the recipe's {name}"
             )
         current = _create_section(value, head, parts, depth)
     return _apply_overrides(current, parts, depth + 1, context) if parts else current

@@ -455,7 +455,7 @@ def sft_rows(
         _log.warning(
             "small_sft_batches",
             f"sft.batch_tokens={spec.batch_tokens} is less than {num_longer} of {len(fitting)} "
-            "demonstration sequences have, each of which is a step of its own: the longest has "
+            "demonstration sequences have, each of which is a separate step: the longest has "
             f"{max(map(len, fitting))} tokens",
             shown=True,
         )

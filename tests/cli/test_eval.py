@@ -146,6 +146,8 @@ def test_the_only_split_is_evaluated_and_others_are_named(shell: Shell) -> None:
     )
     one = shell.run("eval", "two.py:rows", "--model", model, *FAST, "--json")
     assert json.loads(one.out)["plan"]["split"] == "dev"
+    told = shell.run("eval", "two.py:rows", "--model", model, "--sandbox", "process").err
+    assert "task 'rows' has no split 'test', so its only one, 'dev', is evaluated\n" in told
     two = shell.run("eval", "two.py:rows", "num=2", "--model", model, *FAST)
     assert two.code == ExitCode.USAGE
     assert "has no split 'test'; it has dev, other: choose one with --split" in two.err

@@ -189,6 +189,9 @@ def test_installed_plugins_are_listed(machine: Shell) -> None:
     lines = machine.run("plugins", "task").out.splitlines()
     assert [line.split("\t")[1] for line in lines][-4:] == ["absent", "colors", "needs", "stops"]
     assert "task\tneeds\tbroken-plugins 0.1\tbroken: No module" in lines[-2]
+    losses = machine.run("plugins", "policy", "loss").out
+    assert losses == machine.run("plugins", "policy loss").out
+    assert {line.split("\t")[0] for line in losses.splitlines()} == {"policy loss"}
     assert machine.run("plugins", "taks").err.startswith(
         "ramify: unknown kind 'taks': did you mean 'task'? known: algorithm, "
     )

@@ -121,6 +121,16 @@ def test_wrong_arguments_get_one_line_error(
     assert done.err.count("\n") == 1
 
 
+def test_step_without_a_metric_to_show_has_no_line(shell: Shell) -> None:
+    """All attempts and rollouts fail, so there is nothing but the error to show."""
+    shell.write("small.py", RECIPE)
+    failing = ("task.name=tests.train.small:failing", *SHORT)
+    done = shell.run("train", "small.py", *failing, "--plain")
+    assert done.code == 1
+    assert "rollouts failed" in done.err
+    assert not [line for line in done.err.splitlines() if line.rstrip().endswith("(rl)")]
+
+
 def test_error_in_user_code_names_its_line(shell: Shell) -> None:
     shell.write("small.py", RECIPE)
     shell.write(

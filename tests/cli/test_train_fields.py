@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ def test_all_fields_have_a_type_and_a_meaning(shell: Shell) -> None:
         "meaning": "",
     }
     assert found["policy"]["default"] == ""  # it must be given
+    assert not [name for name, row in found.items() if " None" in row["meaning"]]
+    assert not [name for name, row in found.items() if re.search(r"\w\.py`", row["meaning"])]
 
 
 def test_sections_and_values_of_a_recipe_are_listed(shell: Shell) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 
 import yaml
@@ -11,6 +12,17 @@ from tests.docs.pages import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text("utf-8"))
+
+
+def test_setup_explains_itself_and_refuses_what_is_not_an_extra() -> None:
+    def run(argument: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(ROOT / "scripts/setup"), argument]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    asked = run("--help")
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert asked.stdout.startswith("Installs the package: scripts/setup [EXTRA…]")
+    assert run("nothing").stderr == ("scripts/setup: 'nothing' is not an extra of pyproject.toml\n")
 
 
 def test_workflow_runs_only_the_check_and_test_scripts() -> None:

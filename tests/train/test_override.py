@@ -191,6 +191,6 @@ def test_section_that_was_removed_is_not_set_again_from_defaults() -> None:
         override(_WithSection(), ["optim=null", "optim.clip=3"])
     assert str(raised.value) == (
         "override optim=null optim.clip=3: the first removes the section with all that the recipe "
-        "sets in it: leave out optim=null to change the recipe's optim"
+        "sets in it: remove optim=null to change the recipe's optim"
     )
     assert override(_WithSection(None), ["optim.clip=3"]).optim == Optim(clip=3)

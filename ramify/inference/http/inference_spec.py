@@ -56,8 +56,8 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
 
     engine: str = "ramify"
-    """Inference software: a name in ``ENGINES``, or the location of a class as ``module:name`` or
-    ``file.py:name``."""
+    """Inference software: a name that ``ramify plugins engine`` lists, or the location of a class
+    as ``module:name`` or ``file.py:name``."""
     urls: tuple[str, ...] = ()
     """URLs of servers that already run, without /v1. If empty, the run starts servers and stops
     them when it ends."""
@@ -75,7 +75,7 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     args: tuple[str, ...] = ()
     """Additional command-line options for each server that the run starts."""
     weight_sync: str = ""
-    """How weights are sent to the engines: a name in ``inference.weight_sync.WEIGHT_SYNCS``,
+    """How weights are sent to the engines: a name that ``ramify plugins weight sync`` lists,
     ``module:name`` or ``file.py:name``. If empty, shared memory is used, or files for SGLang."""
     weight_sync_options: dict[str, str | int | float | bool] = {}
     """Options of the weight sync, such as ``{"by": "nccl"}`` for ``delta``; see docs/engines.md."""

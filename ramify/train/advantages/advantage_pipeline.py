@@ -80,8 +80,8 @@ class GroupAlgorithmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     of the same task item."""
 
     credit: str = "per_role"
-    """How a tree's reward reaches its calls: a name from ``credit_assignment.py``, or a dotted
-    path."""
+    """How a tree's reward reaches its calls: a name that ``ramify plugins credit`` lists, or
+    a dotted path."""
     gamma_tree: float = 1.0
     """Share of its parent's return that a call receives, in addition to its own reward."""
     children: bool = True
@@ -89,7 +89,7 @@ class GroupAlgorithmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     llm_calls: bool = False
     """Train on the replies of ``llm_query`` calls that the policy itself answered."""
     reduction: Reduction = "constant"
-    """How much each token counts in the loss; see ``token_loss_weights.py``. With ``rollout``,
+    """How much each token counts in the loss; see ``docs/algorithms.md``. With ``rollout``,
     which divides by the number of tokens of a rollout, wide trees count less."""
     rollout_tokens: int | None = None
     """The constant L by which ``reduction=constant`` divides the loss, in tokens per rollout. None:

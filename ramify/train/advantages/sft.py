@@ -60,7 +60,7 @@ class SFT(
     llm_calls: bool = False
     """Train on the replies of ``llm_query`` calls."""
     reduction: Reduction = "token"
-    """How much each token weighs; see ``token_loss_weights.py``."""
+    """How much each token weighs; see ``docs/algorithms.md``."""
     share: Share = "token"
     """How a rollout's weight is divided. ``token``: evenly among its tokens. ``call``: evenly among
     its calls, so that tokens of long calls count less."""

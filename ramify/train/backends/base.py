@@ -52,9 +52,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     for embeddings, the output matrix and norms. ``adamw`` uses AdamW for all weights."""
     lr: float | None = None
     """Peak learning rate, also for Muon's matrices, whose updates are scaled to the size of
-    AdamW's. None: the usual rate of the stage, for a pretrained checkpoint or a policy from scratch
-    (``policy_dependent_defaults.py``).
-    """
+    AdamW's. None: for a pretrained checkpoint the usual rate of the stage, otherwise 3e-4 in
+    the stage ``rl`` and 1e-3 in others."""
     betas: tuple[float, float] | None = None
     """Decay rates of AdamW's two moments. None: 0.9 and 0.999 for a pretrained checkpoint,
     otherwise 0.9 and 0.98.
@@ -217,9 +216,8 @@ class TrainerComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     share: bool = True
     """Compute each prefix that several sequences share only once."""
     deterministic: bool = False
-    """Compute in fixed shapes (``models/batch_invariant_forward.py``). Prefer the run's option
-    ``deterministic``, which also covers the inference engine.
-    """
+    """Compute in fixed shapes, so that results have the same bits in any batch. Prefer the
+    run's option ``deterministic``, which also covers the inference engine."""
 
     def __post_init__(self) -> None:
         sizes = {"max_tokens": self.max_tokens, "max_logits": self.max_logits}

@@ -112,8 +112,7 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     sampler log-probabilities, which keeps the policy close to the sampler."""
     kd: KdKind = "forward"
     """For distillation on several candidate tokens per position: the form of the loss; see
-    ``distil_losses.py``.
-    """
+    ``docs/signals.md``."""
     kd_clip: float = 1.0
     """For ``kd=surrogate``: limit of the difference between a token's log-probabilities under
     teacher and policy. Use 2 for math with tools, 1 for chat.

@@ -122,7 +122,7 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     colocate: tuple[tuple[str, ...], ...] = ()
     """Groups of roles whose processes share slots, and with them GPUs, which they use in turn. If
     the roles have equally many processes and GPUs, the n-th processes of each share a slot;
-    otherwise see ``placement_slots.py``. CPUs and memory add up."""
+    otherwise see ``docs/scale.md``. CPUs and memory add up."""
     address: str = ""
     """Address of a running Ray cluster; empty: ``RAY_ADDRESS``, or, if that is not set, a cluster
     that is started here and ends with the run."""
