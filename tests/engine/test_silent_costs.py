@@ -121,7 +121,7 @@ def test_tools_may_have_descriptions() -> None:
 def test_a_sandbox_takes_lists() -> None:
     spec = JailSpec(packages=["numpy"], mounts=[["/data", "/data"]])  # type: ignore[arg-type]
     assert spec == JailSpec(packages=("numpy",), mounts=(("/data", "/data"),))
-    with pytest.raises(ConfigError, match="sandbox packages is 'numpy': give a list"):
+    with pytest.raises(ConfigError, match="SandboxSpec: packages='numpy' is a str: give a list"):
         SandboxSpec(packages="numpy")  # type: ignore[arg-type]
 
 
