@@ -26,7 +26,7 @@ import inspect
 import itertools
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -461,13 +461,8 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
 
 
 def coerce_field_to_tuple(spec: SandboxSpec, name: str) -> None:
-    """Convert a field that was given as a list to a tuple.
-
-    Raises ConfigError if the value is not a collection.
-    """
+    """Convert a field that was given as a list to a tuple."""
     given = getattr(spec, name)
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ConfigError(f"sandbox {name} is {given!r:.80}: give a list")
     if isinstance(given, list):
         items = tuple(tuple(item) if isinstance(item, list) else item for item in given)
         msgspec.structs.force_setattr(spec, name, items)
